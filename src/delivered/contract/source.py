@@ -139,6 +139,22 @@ class DedupWindow:
         return self.kept_s < self.needed_s
 
 
+@dataclass(frozen=True)
+class Retained:
+    """What a source still has of the records from a position on, and how long it keeps them.
+
+    Attributes:
+        missing: partition -> offsets from the position on whose records it has dropped; of records, at most so many.
+        until_ms: partition -> when it may drop the first record that it has, at the earliest, in milliseconds since
+            1970. A partition without one is absent: it has no such record, or drops none by age or size.
+        unknown: why it cannot tell of some partitions; empty: it can.
+    """
+
+    missing: Mapping[str, int] = field(default_factory=dict)
+    until_ms: Mapping[str, int] = field(default_factory=dict)
+    unknown: str = ""
+
+
 class SourceDriver(ABC):
     """Plans the batches of a source. Runs on the driver, in one long-lived process; used by one thread.
 
@@ -188,6 +204,10 @@ class SourceDriver(ABC):
         Partition, named as by `source.lag_by_partition`, -> when its first record of [start, end) was written, in
         milliseconds since 1970; a partition without one is absent. Read-only. Raises Unreachable.
         """
+        return None
+
+    def retained(self, at: Offsets) -> Retained | None:  # noqa: ARG002
+        """What this source still has from a position on; None: it cannot tell. Read-only. Raises Unreachable."""
         return None
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:  # noqa: ARG002

@@ -14,11 +14,11 @@ from delivered.clients.kafka import protocol
 from delivered.clients.kafka.channel import Buffer, Channel, Pending
 from delivered.clients.kafka.errors import NoAnswer, NotSent, only
 from delivered.clients.kafka.fetcher import Response
-from delivered.clients.kafka.protocol import Leader, NoTopic, Wire, name_of
+from delivered.clients.kafka.protocol import Leader, NoTopic, Wire, ask_member, name_of
 from delivered.clients.kafka.record_batch import HEADER_BYTES, SEQUENCES, Partition, by_topic
 from delivered.model.errors import UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
-from delivered.model.patience import left_s
+from delivered.model.patience import left_s, patience_s
 from delivered.model.work import Failed, Ok, Outcome, Unknown
 
 # What a reader's driver asks brokers: topics, offsets of partitions, offsets and members of consumer groups.
@@ -137,6 +137,50 @@ def _offsets_request(wanted: Mapping[Partition, tuple[int, int]], committed_only
     low, high = _LIST_OFFSETS_VERSIONS
     listed = [Asked(name=name, partitions=parts) for name, parts in topics.items()]
     return Request(replica_id=-1, isolation_level=int(committed_only), topics=listed, min_version=low, max_version=high)
+
+
+TOPIC_CONFIG, BROKER_CONFIG = 2, 4
+"""Kinds of resources that have settings."""
+
+
+def describe_configs(
+    wire: Wire, kind: int, name: str, keys: Sequence[str], node: int | None = None
+) -> dict[str, str | None] | None:
+    """Settings of a topic or broker; None: this user may not see them, or the broker left the cluster."""
+    from kafka.protocol.admin.configs import DescribeConfigsRequest
+
+    Resource = DescribeConfigsRequest.DescribeConfigsResource  # noqa: N806 - a class
+    request = DescribeConfigsRequest(
+        resources=[Resource(resource_type=kind, resource_name=name, configuration_keys=list(keys))],
+        include_synonyms=False,
+        max_version=1,
+    )
+    answer: Any
+    if node is None:
+        answer = wire.patiently(lambda: wire.ask(request))
+    else:
+        answer = ask_member(wire, node, request, time.monotonic() + patience_s(answered=True))
+    found = next(iter(answer.results), None) if answer is not None else None
+    if found is None or found.error_code != protocol.NONE:
+        return None
+    return {c.name: c.value for c in found.configs}
+
+
+def log_bytes(wire: Wire, partitions: Sequence[Partition]) -> dict[Partition, int]:
+    """Size of each partition's log at its leader; one that this user may not see is absent. Raises NoAnswer."""
+    from kafka.protocol.admin import DescribeLogDirsRequest as Request
+
+    by_node: dict[int, list[Partition]] = {}
+    for partition in partitions:
+        by_node.setdefault(_leader(wire, partition).node, []).append(partition)
+    found: dict[Partition, int] = {}
+    for node, led in by_node.items():
+        listed = [Request.DescribableLogDirTopic(topic=t, partitions=p) for t, p in by_topic(led).items()]
+        for folder in wire.ask(Request(topics=listed, min_version=1, max_version=1), node).results:
+            for topic in folder.topics:
+                now = [p for p in topic.partitions if not p.is_future_key]
+                found |= {(topic.name, p.partition_index): p.partition_size for p in now}
+    return found
 
 
 def group_members(wire: Wire, group: str) -> int:

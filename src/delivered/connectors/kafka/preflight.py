@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from delivered.clients.kafka import protocol
 from delivered.clients.kafka.errors import NoAnswer
-from delivered.clients.kafka.protocol import Wire, ask_member, name_of
+from delivered.clients.kafka.listing import BROKER_CONFIG, TOPIC_CONFIG, describe_configs
+from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.connectors.kafka.options import SinkOptions
 from delivered.connectors.kafka.topics import COPIES, PARTITIONS, copies_wanted, ledger_topic
 from delivered.contract.source import Finding
 from delivered.model.capability import Guarantee
 from delivered.model.errors import Unreachable
 from delivered.model.identity import Scope
-from delivered.model.patience import patience_s
 
 _TRANSACTION_LIMIT = "transaction.max.timeout.ms"
 _MIN_ISR = "min.insync.replicas"
 _UNCLEAN = "unclean.leader.election.enable"
 _TRANSACTION_LOG = "__transaction_state"
-_TOPIC_CONFIG, _BROKER_CONFIG = 2, 4
 
 
 def preflight(options: SinkOptions, guarantee: Guarantee) -> Sequence[Finding]:
@@ -68,7 +66,7 @@ def _topic(wire: Wire, options: SinkOptions) -> list[Finding]:
     if found.error_code != protocol.NONE:
         return [Finding.build("TOPIC_STATE", refuses=False, topic=options.topic, error=name_of(found.error_code))]
     copies = min((len(p.replica_nodes) for p in found.partitions), default=0)
-    in_sync = _config(wire, _TOPIC_CONFIG, options.topic, _MIN_ISR)
+    in_sync = _config(wire, TOPIC_CONFIG, options.topic, _MIN_ISR)
     findings = []
     if copies == 1:
         findings.append(Finding.build("ONE_COPY", refuses=False, topic=options.topic))
@@ -104,12 +102,12 @@ def _ledger(wire: Wire, topic: str, beside: str | None) -> Iterator[Finding]:
             partitions=PARTITIONS,
             topic=topic,
         )
-    policy = _config(wire, _TOPIC_CONFIG, topic, "cleanup.policy")
+    policy = _config(wire, TOPIC_CONFIG, topic, "cleanup.policy")
     if policy is not None and policy != "compact":
         yield Finding.build(
             "LEDGER_CLEANUP", refuses=False, name=name, policy=policy, action=_set(topic, "cleanup.policy=compact")
         )
-    if _config(wire, _TOPIC_CONFIG, topic, _UNCLEAN) == "true":
+    if _config(wire, TOPIC_CONFIG, topic, _UNCLEAN) == "true":
         yield Finding.build("LEDGER_UNCLEAN", refuses=False, name=name, action=_set(topic, f"{_UNCLEAN}=false"))
     yield from _durability(wire, topic, found, beside, name, "decisions")
 
@@ -128,7 +126,7 @@ def _durability(wire: Wire, topic: str, found: Any, beside: str | None, name: st
         yield Finding.build(
             "FEW_COPIES", refuses=False, name=name, copies=copies, measure=measure, wanted=wanted, what=what
         )
-    in_sync = _config(wire, _TOPIC_CONFIG, topic, _MIN_ISR)
+    in_sync = _config(wire, TOPIC_CONFIG, topic, _MIN_ISR)
     if copies >= COPIES and in_sync is not None and int(in_sync) < 2:
         yield Finding.build(
             "FEW_COPIES_ACKNOWLEDGED",
@@ -150,7 +148,7 @@ def _transactions(wire: Wire, options: SinkOptions) -> list[Finding]:
     limits = [
         int(value)
         for node in wire.nodes()
-        if (value := _config(wire, _BROKER_CONFIG, str(node), _TRANSACTION_LIMIT, node)) is not None
+        if (value := _config(wire, BROKER_CONFIG, str(node), _TRANSACTION_LIMIT, node)) is not None
     ]
     if not limits:
         return [
@@ -179,20 +177,5 @@ def topic_setting(wire: Wire, topic: str, key: str) -> str | None:
 
 def _config(wire: Wire, kind: int, name: str, key: str, node: int | None = None) -> str | None:
     """A topic or broker setting; None: this user may not see it, or the broker left the cluster."""
-    from kafka.protocol.admin.configs import DescribeConfigsRequest
-
-    Resource = DescribeConfigsRequest.DescribeConfigsResource  # noqa: N806
-    request = DescribeConfigsRequest(
-        resources=[Resource(resource_type=kind, resource_name=name, configuration_keys=[key])],
-        include_synonyms=False,
-        max_version=1,
-    )
-    answer: Any
-    if node is None:
-        answer = wire.patiently(lambda: wire.ask(request))
-    else:
-        answer = ask_member(wire, node, request, time.monotonic() + patience_s(answered=True))
-    found = next(iter(answer.results), None) if answer is not None else None
-    if found is None or found.error_code != protocol.NONE:
-        return None
-    return next((c.value for c in found.configs if c.name == key), None)
+    found = describe_configs(wire, kind, name, [key], node)
+    return None if found is None else found.get(key)

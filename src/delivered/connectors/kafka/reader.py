@@ -84,14 +84,14 @@ class KafkaDriverClient:
         return found, ids
 
     def _matching(self, pattern: re.Pattern[str]) -> list[str]:
-        listed = self._ask(Wire.topics, self._options.what)
+        listed = self.ask(Wire.topics, self._options.what)
         return sorted(t for t in listed if pattern.search(t) and not is_internal(t))
 
     def _describe(self, names: list[str], missing_is_an_error: bool = False) -> list[tuple[str, Topic | None]]:
         """Topic and description; with a pattern, None for a topic that no longer exists."""
         if not names:
             return []
-        found = self._ask(partial(listing.describe_topics, names=names), ",".join(names))
+        found = self.ask(partial(listing.describe_topics, names=names), ",".join(names))
         if self._options.pattern is None or missing_is_an_error:
             for name, topic in found.items():
                 if topic is None:
@@ -126,7 +126,7 @@ class KafkaDriverClient:
         """Offset and leader epoch."""
         times = {p: v.ms if isinstance(v, Timestamp) else _TIMES[v] for p, v in ask.items()}
         committed_only = self._options.committed_only
-        return self._ask(partial(listing.list_offsets, asked=times, committed_only=committed_only), self._options.what)
+        return self.ask(partial(listing.list_offsets, asked=times, committed_only=committed_only), self._options.what)
 
     def bounds(self, partition: Partition) -> tuple[int, int]:
         """First offset and end of one partition; (0, 0) if the partition does not exist."""
@@ -142,19 +142,19 @@ class KafkaDriverClient:
 
     def group_members(self, group: str) -> int:
         """Number of consumers in a group now."""
-        return self._ask(partial(listing.group_members, group=group), group)
+        return self.ask(partial(listing.group_members, group=group), group)
 
     def committed(self, group: str, partitions: list[Partition]) -> dict[Partition, int]:
         """Offsets that a consumer group has committed, of these partitions. Raises Unreachable, UsageError."""
         ask = partial(listing.committed_offsets, group=group, partitions=partitions)
-        return self._ask(ask, f"group {group}")
+        return self.ask(ask, f"group {group}")
 
     def commit(self, group: str, at: Mapping[Partition, int]) -> None:
         """Commit offsets to a consumer group. Raises Unreachable, UsageError."""
         if at:
-            self._ask(partial(listing.commit_offsets, group=group, at=at), f"group {group}", CONNECT_TIMEOUT_S)
+            self.ask(partial(listing.commit_offsets, group=group, at=at), f"group {group}", CONNECT_TIMEOUT_S)
 
-    def _ask(self, ask: Callable[[Wire], T], what: str, longest_s: float | None = None) -> T:
+    def ask(self, ask: Callable[[Wire], T], what: str, longest_s: float | None = None) -> T:
         """Ask until there is an answer: for 10 s, or for 120 s if brokers answered before and may be restarting.
 
         Args:

@@ -41,7 +41,7 @@ from delivered.connectors.kafka.reader import (
     read_rows,
     resolve,
 )
-from delivered.contract.source import Address, Finding, Offsets, Resumption, Slice, Source, SourceDriver
+from delivered.contract.source import Address, Finding, Offsets, Resumption, Retained, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.limits import RESTART_CONFIRM_S
@@ -338,6 +338,12 @@ class KafkaDriver(SourceDriver):
         at, ends = Positions.from_json(start).at, Positions.from_json(end).at
         waiting = {p: (o, ends[p]) for p, o in at.items() if ends.get(p, o) > o}
         return {f"{t}/{n}": ms for (t, n), ms in written_at(self._options, waiting).items()} if waiting else {}
+
+    def retained(self, at: Offsets) -> Retained:
+        """By log start offsets, `retention.ms` and `retention.bytes`."""
+        from delivered.connectors.kafka.retention import retained
+
+        return retained(self._options, self._client, Positions.from_json(at))
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
         """The header of a record batch."""

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from delivered.connectors.log import table as layout
 from delivered.connectors.log.options import EARLIEST, LATEST, LogOptions, Position
 from delivered.connectors.log.table import STORED, LogFile, Receivers, damaged, write_progress
-from delivered.contract.source import Finding, Offsets, ReceiverReport, Slice, Source, SourceDriver
+from delivered.contract.source import Finding, Offsets, ReceiverReport, Retained, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.source import TIMESTAMP, admit, columns
@@ -288,6 +288,12 @@ class LogDriver(SourceDriver):
         at, begin = self._at(int(end.get("version", -1))), _read(start)
         waiting = {p: at.overlapping(p, begin.get(p, 0), stop) for p, stop in _read(end).items()}
         return {str(p): files[0].appended_ms for p, files in waiting.items() if files}
+
+    def retained(self, at: Offsets) -> Retained:
+        """What is missing. Receivers delete behind the log's readers: when is not known here."""
+        first = self._refresh().earliest()
+        missing = {str(p): first[p] - offset for p, offset in _read(at).items() if first.get(p, offset) > offset}
+        return Retained(missing, unknown="receivers delete what all logReaders have read")
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
         """The commit with the newest record at the time."""

@@ -1,0 +1,77 @@
+"""How long Kafka keeps the records from a position on, by a topic's settings and the time of its first record there.
+
+Brokers delete complete segments, some time after their newest record is older than `retention.ms`, or while the log is
+larger than `retention.bytes`. So what is said here is the earliest time; of a limit in bytes, at the rate at which the
+log has grown since that record.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+
+from delivered.clients.kafka.listing import TOPIC_CONFIG, describe_configs, log_bytes
+from delivered.clients.kafka.record_batch import Partition
+from delivered.connectors.kafka.options import EARLIEST, LATEST, Positions, SourceOptions
+from delivered.connectors.kafka.reader import KafkaDriverClient, joined, written_at
+from delivered.contract.source import Retained
+
+_POLICY, _MS, _BYTES = "cleanup.policy", "retention.ms", "retention.bytes"
+
+
+def retained(options: SourceOptions, client: KafkaDriverClient, at: Positions) -> Retained:
+    """See `delivered.contract.source.SourceDriver`."""
+    partitions, ids = client.partitions()
+    again = [p for p in at.at if p in partitions and at.ids.get(p[0], ids[p[0]]) != ids[p[0]]]
+    kept = {p: o for p, o in at.at.items() if p in partitions and p not in again}
+    first = {p: o or 0 for p, o in client.offsets(dict.fromkeys(kept, EARLIEST)).items()}
+    ends = {p: o or 0 for p, o in client.offsets(dict.fromkeys(kept, LATEST)).items()}
+    waiting = {p: (max(o, first[p]), ends[p]) for p, o in kept.items() if ends[p] > max(o, first[p])}
+    unknown = [f"{joined(again)}: the topic was deleted and recreated"] if again else []
+    until: dict[str, int] = {}
+    written = written_at(options, waiting) if waiting else {}
+    for topic in sorted({t for t, _ in written}):
+        since = {p: ms for p, ms in written.items() if p[0] == topic}
+        settings = client.ask(
+            partial(describe_configs, kind=TOPIC_CONFIG, name=topic, keys=(_POLICY, _MS, _BYTES)), topic
+        )
+        if settings is None:
+            unknown.append(f"{topic}: this user may not see its settings (DescribeConfigs)")
+            continue
+        policy = settings.get(_POLICY) or ""
+        if "compact" in policy:
+            unknown.append(f"{topic}: it is compacted, which removes records at any time")
+        if "delete" not in policy:
+            continue
+        limits = [_by_age(since, int(settings.get(_MS) or -1))]
+        if (bytes_max := int(settings.get(_BYTES) or -1)) >= 0:
+            sizes = client.ask(partial(log_bytes, partitions=list(since)), topic)
+            if since.keys() - sizes.keys():
+                unknown.append(f"{topic}: this user may not see the size of its log (Describe on the cluster)")
+            limits.append(_by_size(since, sizes, bytes_max, first, waiting))
+        for (name, number), ms in ((p, min(found)) for p in since if (found := [t[p] for t in limits if p in t])):
+            until[f"{name}/{number}"] = ms
+    missing = {f"{t}/{n}": first[t, n] - o for (t, n), o in kept.items() if first[t, n] > o}
+    return Retained(missing, until, "; ".join(unknown))
+
+
+def _by_age(since: Mapping[Partition, int], age_ms_max: int) -> dict[Partition, int]:
+    return {p: ms + age_ms_max for p, ms in since.items()} if age_ms_max >= 0 else {}
+
+
+def _by_size(
+    since: Mapping[Partition, int],
+    sizes: Mapping[Partition, int],
+    bytes_max: int,
+    first: Mapping[Partition, int],
+    waiting: Mapping[Partition, tuple[int, int]],
+) -> dict[Partition, int]:
+    """When the log behind these records will have grown to its limit, if it grows on as it has since then."""
+    now, until = time.time_ns() // 1_000_000, dict[Partition, int]()
+    for partition, size in sizes.items():
+        start, end = waiting[partition]
+        behind = size * (end - start) / max(1, end - first[partition])
+        took_ms = max(1, now - since[partition])
+        until[partition] = now + int(max(0.0, bytes_max - behind) / max(behind, 1.0) * took_ms)
+    return until
