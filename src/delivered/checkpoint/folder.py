@@ -165,6 +165,13 @@ def logged(location: str) -> tuple[str | None, int | None]:
         raise _unreadable(location, error) from error
 
 
+def started_ms(location: str) -> int | None:
+    """When the checkpoint was made, in milliseconds since 1970; None: it is not there, or its store does not say."""
+    filesystem, folder = open_folder(location)
+    made = filesystem.get_file_info(f"{folder}/metadata").mtime_ns
+    return None if made is None else made // 1_000_000
+
+
 def is_done(location: str, batch: int) -> bool:
     """Whether Spark logged the batch as committed."""
     filesystem, folder = open_folder(location)

@@ -32,6 +32,7 @@ from delivered.cli.command import (
 from delivered.model.errors import UsageError
 from delivered.model.options import is_reference, resolve_secret
 from delivered.operate.page import look_with_flow
+from delivered.operate.seals import sealed_text, span
 from delivered.operate.status import Driver, Status, files, look, not_ready, receivers_text, unanswered
 
 PathsArgument = Annotated[
@@ -220,6 +221,9 @@ def table(statuses: Sequence[Status], rates: dict[str, float] | None = None) -> 
     if rates is not None:
         columns.insert(6, "records/s")
     received = any(s.receivers for s in statuses)
+    sealed = any(seals.is_watched for s in statuses for seals in s.seals.values())
+    if sealed:
+        columns.append("sealed")
     if received:
         columns.append("receivers")
     shown = plain_table(*columns)
@@ -230,7 +234,7 @@ def table(statuses: Sequence[Status], rates: dict[str, float] | None = None) -> 
             Text(s.guarantee),
             Text(s.driver.value, style=_STYLE.get(s.driver, "")),
             Text("" if s.batch is None else str(s.batch)),
-            Text("" if s.decided_age_s is None else f"{_ago(s.decided_age_s)} ago"),
+            Text("" if s.decided_age_s is None else f"{span(s.decided_age_s)} ago"),
             Text(f"{sum(sink.records for sink in s.sinks):,}"),
             Text(_lag(s)),
             Text(_open(s), style="red" if any("_TRANSACTION_" in c for c in broken) else ""),
@@ -238,6 +242,8 @@ def table(statuses: Sequence[Status], rates: dict[str, float] | None = None) -> 
         ]
         if rates is not None:
             cells.insert(6, Text(f"{rates[s.pipeline]:,.0f}" if s.pipeline in rates else ""))
+        if sealed:
+            cells.append(Text(_sealed(s), style="red" if any("SEAL" in c for c in broken) else ""))
         if received:
             cells.append(Text(_receivers(s), style="red" if "DELIVERED_RECEIVER_GONE" in broken else ""))
         shown.add_row(*cells)
@@ -260,7 +266,7 @@ def problems(statuses: Sequence[Status]) -> list[Text]:
 def _lag(s: Status) -> str:
     if s.lag_total is None:
         return ""
-    waits = f" ({_ago(s.lag_s_max)})" if s.lag_total and s.lag_s_max is not None else ""
+    waits = f" ({span(s.lag_s_max)})" if s.lag_total and s.lag_s_max is not None else ""
     return f"{s.lag_total:,}{waits}"
 
 
@@ -272,7 +278,7 @@ def _open(s: Status) -> str:
     if s.transactions is None:
         return "-"
     ages = [t.age_s for t in s.transactions if t.age_s is not None]
-    return f"{len(s.transactions)}" + (f" ({_ago(max(ages))})" if ages else "")
+    return f"{len(s.transactions)}" + (f" ({span(max(ages))})" if ages else "")
 
 
 def _audit(s: Status) -> str:
@@ -283,8 +289,10 @@ def _audit(s: Status) -> str:
     return f"{worst['verdict']} {at:%Y-%m-%d %H:%M}Z"
 
 
-def _ago(seconds: float) -> str:
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+def _sealed(s: Status) -> str:
+    """Of the sink whose last seal is the oldest."""
+    watched = [seals for seals in s.seals.values() if seals.is_watched]
+    if not watched:
+        return "-"
+    oldest = max(watched, key=lambda seals: float("inf") if seals.age_s is None else seals.age_s)
+    return sealed_text(oldest)

@@ -12,14 +12,16 @@ from delivered.model.options import OptionType, Unfit
 
 _UNITS = {"day": 86_400_000, "hour": 3_600_000, "minute": 60_000, "second": 1_000, "millisecond": 1}
 _READ = {**_UNITS, "week": 604_800_000}
-_PART = re.compile(rf"\s*(\d+)\s*({'|'.join(_READ)})s?\b", re.IGNORECASE)
+_SHORT = {"d": "day", "h": "hour", "min": "minute", "s": "second", "ms": "millisecond"}
+_PART = re.compile(rf"\s*(\d+)\s*((?:{'|'.join(_READ)})s?|{'|'.join(_SHORT)})\b", re.IGNORECASE)
 
 
 def read_ms(text: str) -> int:
-    """Milliseconds of a duration. Raises Unfit."""
+    """Milliseconds of a duration: "1 hour 30 minutes", "15 min". Raises Unfit."""
     total, at = 0, 0
     while part := _PART.match(text, at):
-        total, at = total + int(part[1]) * _READ[part[2].lower()], part.end()
+        unit = part[2].lower()
+        total, at = total + int(part[1]) * _READ[_SHORT.get(unit) or unit.removesuffix("s")], part.end()
     if total <= 0 or text[at:].strip():
         raise Unfit.build("OPTION_VALUE.DURATION", text=text, units=", ".join(f"{u}s" for u in _READ))
     return total

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from delivered.model.errors import MissingExtra, UsageError
 from delivered.model.options import check_http_url
 from delivered.model.work import STEPS
+from delivered.operate.seals import SealStatus
 from delivered.operate.status import Driver, Status, unanswered
 from delivered.pipeline.receive import MESSAGES, has_died
 from delivered.pipeline.registry import connector
@@ -111,6 +112,24 @@ class _Families:
         self.audit = gauge("audit_verdict", "1: the verdict of the last audit.", "sink", "verdict")
         self.audit_at = gauge("audit_timestamp_seconds", "When the last audit ended.", "sink")
         self.audit_damage = gauge("audit_records", "Records of the last audit, by class.", "sink", "class")
+        self.sealed_batch = gauge("audit_sealed_batch", "Newest batch that an audit has sealed.", "sink")
+        self.seal_verdict = gauge("audit_seal_verdict", "1: the verdict of the last seal.", "sink", "verdict")
+        self.seal_age = gauge("audit_seal_age_seconds", "Since the last seal.", "sink")
+        self.seal_every = gauge("audit_every_seconds", "Between two audits, as the pipeline's file says.", "sink")
+        self.seal_lag = gauge("audit_lag_seconds", "Since the last seal; 0: no batch waits to be sealed.", "sink")
+        self.unsealed_batches = gauge("audit_unsealed_batches", "Decided after the last seal.", "sink")
+        self.unsealed = gauge("audit_unsealed_records", "Decided after the last seal.", "sink")
+        self.never_audited = gauge(
+            "audit_never_audited_records", "In batches that were sealed without an audit, in this checkpoint.", "sink"
+        )
+        self.seals_broken = gauge("audit_broken_ranges", "Of the last day, and of the last seal.", "sink")
+        self.chain_faults = gauge("audit_chain_faults", "Where the newest seals are no chain.", "sink")
+        self.expires = gauge(
+            "audit_unsealed_expires_seconds", "Until the source may drop a record that is not sealed: Kafka.", "sink"
+        )
+        self.expired = gauge(
+            "audit_unsealed_missing_offsets", "Dropped by the source before they were sealed: Kafka, logs.", "sink"
+        )
         self.problems = gauge("problems", "What needs somebody, by code.", "code")
         self.scrape = GaugeMetricFamily("delivered_scrape_seconds", "Time to ask all pipelines.")
 
@@ -164,8 +183,31 @@ class _Families:
             self.audit_at.add_metric((name, sink), audit["at_ms"] / 1000)
             for kind, count in audit["counts"].items():
                 self.audit_damage.add_metric((name, sink, kind), count)
+        for sink, seals in now.seals.items():
+            self._add_seals((name, sink), seals)
         for code in {p.code for p in now.problems}:
             self.problems.add_metric((name, code), sum(p.code == code for p in now.problems))
+
+    def _add_seals(self, labels: tuple[str, str], seals: SealStatus) -> None:
+        if seals.cadence is not None:
+            self.seal_every.add_metric(labels, seals.cadence.every_s)
+        if not seals.is_watched:
+            return
+        if seals.last is not None and seals.age_s is not None:
+            self.sealed_batch.add_metric(labels, seals.last.last)
+            self.seal_age.add_metric(labels, seals.age_s)
+            self.seal_lag.add_metric(labels, seals.age_s if seals.unsealed_batches else 0.0)
+            self.never_audited.add_metric(labels, seals.never_audited)
+            for verdict in _VERDICTS:
+                self.seal_verdict.add_metric((*labels, verdict), float(seals.last.verdict.value == verdict))
+        self.unsealed_batches.add_metric(labels, seals.unsealed_batches)
+        self.unsealed.add_metric(labels, seals.unsealed_records)
+        self.seals_broken.add_metric(labels, len([*seals.recent_broken]))
+        self.chain_faults.add_metric(labels, len(seals.sealed.faults))
+        if seals.expires is not None:
+            self.expires.add_metric(labels, seals.expires[0])
+        if seals.retained:
+            self.expired.add_metric(labels, seals.missing)
 
     def _add_receivers(self, name: str, now: Status) -> None:
         for source, reports in now.receivers.items():

@@ -1,4 +1,4 @@
-"""Pipelines as one HTML page: problems, how the data flows, batches by step, open transactions, audits."""
+"""Pipelines as one HTML page: problems, how the data flows, batches by step, open transactions, seals, audits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from delivered import html
+from delivered.audit.sealed import State
 from delivered.checkpoint.history import audits, batches
 from delivered.model.errors import DeliveredError
 from delivered.model.work import STEPS, BatchReport
+from delivered.operate.seals import SealStatus, records
 from delivered.operate.status import Status, look_at, summary
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
@@ -21,6 +23,8 @@ from delivered.planner import Plan, make_plan
 _FOLDER = Path(__file__).parent
 _BATCHES = 60
 _AUDITS = 20
+_RANGES = 12
+_DATE = len("2026-01-01 ")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 840, 150, 44, 18
 _COLOURS = ("#999999", "#56b4e9", "#e69f00", "#009e73", "#cc79a7")
 """Of the steps, in order: Okabe-Ito's."""
@@ -109,11 +113,60 @@ def page(
         action=action,
         links=links,
         more=more,
+        chain=chain_line,
+        ranges_shown=_RANGES,
         summary=summary,
         at=html.utc,
         written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         troubled=sum(bool(s.problems) for s, _ in pipelines),
     )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Of a chain of seals, as a line of time.
+
+    Attributes:
+        css: held, broken, unknown, never or unsealed.
+        batches: how many; its width.
+        label: "batches 0 to 41".
+        text: what it is, with its figures and reasons.
+        new: the first of its checkpoint, and not of all.
+    """
+
+    css: str
+    batches: int
+    label: str
+    text: str
+    new: bool = False
+
+
+_CSS = {State.HELD: "held", State.BROKEN: "broken", State.UNKNOWN: "unknown", State.NEVER_AUDITED: "never"}
+
+
+def chain_line(seals: SealStatus) -> list[Segment]:
+    """Ranges of seals, oldest first, and what is not sealed yet."""
+    segments: list[Segment] = []
+    before = ""
+    for r in seals.sealed.ranges:
+        start, end = html.utc(r.sealed_from_ms), html.utc(r.sealed_at_ms)
+        end = end.removeprefix(start[:_DATE]) if start[:_DATE] == end[:_DATE] else end
+        count = r.last_seal - r.first_seal + 1
+        sealed = f"sealed {start}" if count == 1 else f"{count} seals, {start} to {end}"
+        text = "; ".join((f"{r.state.value}: {records(r.records)}, {sealed}", *r.reasons))
+        new = bool(before) and before != r.incarnation
+        segments.append(Segment(_CSS[r.state], r.last - r.first + 1, _batches(r.first, r.last), text, new))
+        before = r.incarnation
+    if seals.unsealed_batches:
+        text = f"not sealed yet: {records(seals.unsealed_records)}; {seals.retention}"
+        new = bool(seals.last) and seals.unsealed_from == 0
+        last = seals.unsealed_from + seals.unsealed_batches - 1
+        segments.append(Segment("unsealed", seals.unsealed_batches, _batches(seals.unsealed_from, last), text, new))
+    return segments
+
+
+def _batches(first: int, last: int) -> str:
+    return f"batch {first}" if first == last else f"batches {first} to {last}"
 
 
 @dataclass(frozen=True)

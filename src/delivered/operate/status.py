@@ -24,18 +24,27 @@ from typing import Any, TypeVar
 import yaml
 
 from delivered import html
-from delivered.checkpoint.folder import is_done, logged
+from delivered.audit.sealed import Sealed
+from delivered.checkpoint.folder import is_done, logged, started_ms
 from delivered.checkpoint.history import Totals, batches, last_audits, totals
-from delivered.contract.source import DedupWindow, ReceiverReport, Source
+from delivered.contract.source import DedupWindow, ReceiverReport, Retained, Source
 from delivered.engine.context import open_ledger, open_shared_ledger
 from delivered.engine.owner import running
-from delivered.model.catalogue import PREFIX, texts
 from delivered.model.dedup import duration
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.identity import SOURCE, Scope, by_source
 from delivered.model.patience import within
 from delivered.model.secrets import shown
 from delivered.model.work import BatchReport, Decision, LedgerState
+from delivered.operate.problem import Problem
+from delivered.operate.seals import (
+    SealStatus,
+    read_seals,
+    retained_by,
+    seal_problems,
+    sealed_text,
+    unsealed_from,
+)
 from delivered.operate.transactions import Open, open_transactions
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint, as_text
@@ -51,32 +60,6 @@ class Driver(StrEnum):
     STOPPED = "stopped"
     ELSEWHERE = "on another host"
     NONE = "never started"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """
-    Attributes:
-        code: of an error, or DELIVERED_ and one of TRANSACTION_ORPHANED, TRANSACTION_UNAPPLIED, TRANSACTION_OLD,
-            TRANSACTION_HANGING, STALLED, STOPPED_WITH_LAG, RECEIVER_GONE, DEDUP_WINDOW_SHORT, AUDIT_BROKEN,
-            RECORDS_GIVEN_UP; or of a finding that would refuse a start now.
-        next_step: what fixes it.
-    """
-
-    code: str
-    text: str
-    next_step: str | None
-
-    @classmethod
-    def build(cls, code: str, **values: object) -> Problem:
-        """With the texts of the catalogue; `code` with its condition, without the prefix."""
-        text, next_step = texts(code, values)
-        return cls(PREFIX + code.partition(".")[0], text, next_step)
-
-    @property
-    def is_unanswered(self) -> bool:
-        """Something did not answer."""
-        return self.code.endswith(("UNREACHABLE", "UNREADABLE", "LOGIN"))
 
 
 @dataclass(frozen=True)
@@ -113,6 +96,7 @@ class Status:
         transactions: open at its sinks, of any checkpoint of this pipeline; None: its sinks keep none open.
         wal_held_back: bytes that each outbox slot keeps its server from removing.
         audits: the last one by sink: verdict, seconds since 1970, figures.
+        seals: by sink: what audits have sealed.
     """
 
     pipeline: str
@@ -136,6 +120,7 @@ class Status:
     last: BatchReport | None = None
     totals: Totals = Totals()
     audits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    seals: Mapping[str, SealStatus] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -193,6 +178,7 @@ class Status:
             "last_batch": self.last.to_json() if self.last is not None else None,
             "totals": self.totals.__dict__,
             "audits": self.audits,
+            "seals": {sink: s.to_json() for sink, s in self.seals.items()},
             "problems": [p.__dict__ for p in self.problems],
         }
 
@@ -232,6 +218,7 @@ def summary(s: Status) -> html.Html:
     for sink in s.sinks:
         lost = f", {sink.given_up:,} given up" if sink.given_up else ""
         figures.append((f"records in {sink.name}", f"{sink.records:,}{lost}"))
+    figures += [(f"sealed{f' in {n}' * (len(s.seals) > 1)}", sealed_text(seal)) for n, seal in s.seals.items()]
     figures += [("WAL held back", f"{held / 1048576:,.1f} MiB") for held in s.wal_held_back.values()]
     return html.joined((*(html.problem(p.code, p.text, p.next_step) for p in s.problems), html.figures(figures)))
 
@@ -281,11 +268,15 @@ def status(pipeline: Definition) -> Status:
 def _status(pipeline: Definition) -> Status:
     problems: list[Problem] = []
     answers: dict[str, Any] = {}
+    incarnation: str | None = None
     with _asking(problems):
         incarnation, _ = logged(pipeline.checkpoint)
-        state, sinks = _state(pipeline, incarnation)
+        state, sinks, sealed = _state(pipeline, incarnation, problems)
         last = state.last
         answers |= from_ledger(state, last, sinks)
+        since = started_ms(pipeline.checkpoint) if pipeline.audit_every is not None else None
+        seals = {n: SealStatus.of(s, last, n, pipeline.audit_every, since) for n, s in sealed.items()}
+        answers |= {"seals": seals}
         answers |= {"visible": last is not None and is_done(pipeline.checkpoint, last.batch)}
     with _asking(problems):
         answers |= {"transactions": _transactions(pipeline)}
@@ -297,6 +288,8 @@ def _status(pipeline: Definition) -> Status:
                 if source.capability().received:
                     answers.setdefault("queues", {})[name] = (endpoint.system, _destination(endpoint))
                 source.recheck()
+            with _asking(problems):
+                answers["seals"] = _with_retained(answers.get("seals", {}), pipeline, incarnation, name, endpoint)
     newest_reports = batches(pipeline.checkpoint, 20)
     status = Status(
         pipeline.name,
@@ -349,14 +342,38 @@ def _destination(endpoint: Endpoint) -> str:
     return endpoint.label.removeprefix(endpoint.system).strip()
 
 
-def _state(pipeline: Definition, incarnation: str | None) -> tuple[LedgerState, list[SinkStatus]]:
-    """The ledger's state; every sink, without counts."""
+def _state(
+    pipeline: Definition, incarnation: str | None, problems: list[Problem]
+) -> tuple[LedgerState, list[SinkStatus], dict[str, Sealed]]:
+    """The ledger's state; every sink, without counts; and the seals of each, which are no newer than the state."""
     spec = pipeline.spec
     sinks = spec.open()
+    sealed: dict[str, Sealed] = {}
     with contextlib.closing(open_shared_ledger(sinks, spec.scope(sinks, incarnation))) as ledger:
+        for member in sinks.members:
+            if not member.dead_letters:
+                with _asking(problems):
+                    sealed[member.name] = read_seals(ledger, member.name)
         state = ledger.look()
     shown = zip(pipeline.all_sinks, sinks.members, strict=True)
-    return state, [SinkStatus(m.name, e.system, 0, 0, m.dead_letters, _destination(e)) for e, m in shown]
+    return state, [SinkStatus(m.name, e.system, 0, 0, m.dead_letters, _destination(e)) for e, m in shown], sealed
+
+
+def _with_retained(
+    seals: Mapping[str, SealStatus], pipeline: Definition, incarnation: str | None, name: str, endpoint: Endpoint
+) -> dict[str, SealStatus]:
+    """With what a source still has of the records that each sink's audits have not sealed; asked once a position."""
+    starts = {
+        sink: unsealed_from(s, incarnation, pipeline.checkpoint, name)
+        for sink, s in seals.items()
+        if s.is_watched and s.unsealed_batches
+    }
+    known: dict[str, Retained | None] = {}
+    for at in starts.values():
+        if at is not None and (key := json.dumps(at)) not in known:
+            known[key] = retained_by(endpoint.source(), at)
+    found = {sink: known.get(json.dumps(at)) for sink, at in starts.items()}
+    return {n: s if (r := found.get(n)) is None else s.with_retained(name, r) for n, s in seals.items()}
 
 
 def from_ledger(state: LedgerState, last: Decision | None, sinks: Sequence[SinkStatus]) -> dict[str, Any]:
@@ -420,6 +437,9 @@ def problems_of(pipeline: Definition, now: Status, reports: Sequence[BatchReport
     for sink, audit in now.audits.items():
         if audit["verdict"] == "broken":
             yield Problem.build("AUDIT_BROKEN", sink=sink, breaches="; ".join(audit["breaches"]))
+        if audit.get("error"):
+            yield Problem.build("AUDIT_NOT_RUN", sink=sink, reason=audit["error"])
+    yield from seal_problems(now.seals)
     for s in now.sinks:
         if s.given_up:
             yield Problem.build("RECORDS_GIVEN_UP", sink=s.name, given_up=s.given_up)
@@ -530,10 +550,12 @@ def _look_at_ledger(path: Path) -> list[Status]:
 
 def _status_of(sink: Any, system: str, pipeline: str, name: str) -> Status:
     with contextlib.closing(open_ledger(sink, Scope(pipeline, name, NO_INCARNATION))) as ledger:
+        sealed = read_seals(ledger, name)
         state = ledger.look()
     last = state.last or next(iter(state.earlier), None)
     guarantee = last.guarantee.value if last is not None else ""
-    return Status(pipeline, guarantee, "", **from_ledger(state, last, [SinkStatus(name, system, 0, 0)]))
+    seals = {name: SealStatus.of(sealed, last, name)} if sealed.last is not None else {}
+    return Status(pipeline, guarantee, "", **from_ledger(state, last, [SinkStatus(name, system, 0, 0)]), seals=seals)
 
 
 def _failed(path: Path, error: DeliveredError) -> Status:

@@ -19,12 +19,14 @@ from delivered.model.identity import SOURCE, SOURCE_NAME, checked_name
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.options import choice
 from delivered.model.rows import OnBadRow
+from delivered.model.schedule import Cadence
 from delivered.model.secrets import shown
 from delivered.model.work import Tolerance
 from delivered.pipeline.endpoint import Endpoint, as_text, refuse_passwords
 from delivered.pipeline.file import (
     AuditEntry,
     DedupEntry,
+    PipelineAuditEntry,
     PipelineFile,
     SinkEntry,
     SourceEntry,
@@ -207,7 +209,7 @@ class Definition:
         output_mode: str = "append",
         trigger: str | Mapping[Any, str] | When | None = None,
         batch_s_max: float | None = None,
-        audit: Mapping[str, str] | None = None,
+        audit: Mapping[str, Any] | None = None,
         conf: Mapping[str, Any] | None = None,
         master: str | None = None,
         new_checkpoint: bool = False,
@@ -232,15 +234,17 @@ class Definition:
         self.dedup = _dedup(dedup, self.sources)
         self.trigger = parse_trigger(trigger)
         self.batch_s_max = batch_s_max
-        self.audit_by = dict(audit or {})
+        self.audit_by = {k: v for k, v in (audit or {}).items() if k in AuditEntry.model_fields}
+        self.audit_every = Cadence.of(audit or {})
         self.conf = {k: as_text(k, v) for k, v in (conf or {}).items()}
         self.master, self.new_checkpoint = master, new_checkpoint
         self.missing_ledger, self.new_target, self.lost_records = missing_ledger, new_target, lost_records
         self.on_bad_row = _on_bad_row(on_bad_row, dead_letter)
         self.dead_letter, self.lineage = dead_letter, lineage
-        for entry in (self.audit_by, *(s.audit for s in self.sinks)):
-            if unknown := set(entry) - set(AuditEntry.model_fields):
-                raise UsageError("AUDIT_KEY", unknown=sorted(unknown))
+        known = [PipelineAuditEntry.model_fields, *[AuditEntry.model_fields] * len(self.sinks)]
+        for entry, fields in zip((audit or {}, *(s.audit for s in self.sinks)), known, strict=True):
+            if unknown := set(entry) - set(fields):
+                raise UsageError("AUDIT_KEY", unknown=sorted(unknown), known=", ".join(fields))
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:

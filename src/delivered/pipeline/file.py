@@ -66,6 +66,20 @@ class AuditEntry(BaseModel):
     )
 
 
+class PipelineAuditEntry(AuditEntry):
+    """How the audit identifies records, and how often a running pipeline is audited."""
+
+    every: str | None = Field(
+        None,
+        description='"15 min": `delivered run` and `delivered audit --follow` audit what was delivered since the last '
+        "seal, at this interval. Default: never by themselves.",
+        examples=["15 min"],
+    )
+    share: str | float | None = Field(
+        None, description='Share of the time that these audits may take. Default: "10 %".', examples=["10 %"]
+    )
+
+
 class SinkEntry(BaseModel):
     """Where records go; every other key is an option of the format."""
 
@@ -199,7 +213,7 @@ class PipelineFile(BaseModel):
     )
     master: str | None = Field(None, description="Spark master. Default: what spark-submit set, else local[*].")
     spark: dict[str, Scalar] = Field(default_factory=dict, description="Spark configuration.")
-    audit: AuditEntry | None = None
+    audit: PipelineAuditEntry | None = None
 
     @model_validator(mode="after")
     def _one(self) -> PipelineFile:
@@ -388,7 +402,7 @@ _MODELS: dict[str, type[BaseModel]] = {
     "sinks": SinkEntry,
     "dedup": DedupEntry,
     "transform": TransformEntry,
-    "audit": AuditEntry,
+    "audit": PipelineAuditEntry,
 }
 _ERRORS_SHOWN = 5
 
