@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from delivered import html
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.rows import OnBadRow
+from delivered.model.schedule import SHARE, Cadence, Load, Schedule
 from delivered.operate.page import flow_of
 from delivered.operate.status import Status, status
 from delivered.pipeline.definition import Definition
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from delivered.audit.evidence_file import Bound, Evidence
     from delivered.audit.report import AuditReport
+    from delivered.operate.continuous import ContinuousAudit
     from delivered.operate.replay import Rebuild
     from delivered.pipeline.adopt import Adoption
     from delivered.pipeline.endpoint import Endpoint
@@ -199,6 +201,7 @@ class Pipeline(Definition):
 
         return stop_between_batches(query, timeout_s, waiting)
 
+    @overload
     def audit(
         self,
         spark: SparkSession | None = None,
@@ -208,7 +211,25 @@ class Pipeline(Definition):
         sink_from: Mapping[str, Any] | None = None,
         progress: Callable[[str], None] | None = None,
         recompute: bool = False,
-    ) -> AuditReport:
+    ) -> AuditReport: ...
+
+    @overload
+    def audit(
+        self, spark: SparkSession | None = None, *, every: str, share: str | float = SHARE, sink: str | None = None
+    ) -> ContinuousAudit: ...
+
+    def audit(
+        self,
+        spark: SparkSession | None = None,
+        *,
+        sink: str | None = None,
+        samples_max: int = 20,
+        sink_from: Mapping[str, Any] | None = None,
+        progress: Callable[[str], None] | None = None,
+        recompute: bool = False,
+        every: str | None = None,
+        share: str | float = SHARE,
+    ) -> AuditReport | ContinuousAudit:
         """Compare the source range with the sink in a Spark job, and account for every record.
 
         Args:
@@ -219,20 +240,83 @@ class Pipeline(Definition):
             progress: called at each step with its description.
             recompute: run the transform over the complete source range, and compare the rows with the sink's by key:
                 for queries that keep state, output modes update and complete, and upserts.
+            every: audit all sinks again and again, at this interval, on a thread of this process, until the result's
+                `stop()`: "15 min". An audit starts while the query is not behind, and never at once with another one.
+            share: of the time that these audits may take: "10 %".
 
         Raises:
             UsageError: invalid options, several sinks and none named, or one of Spark's own sources.
         """
+        if every is not None:
+            return self.auditing(spark, Cadence.parse(every, share), None if sink is None else [sink]).start()
+        report = self._audited(spark, sink, samples_max, sink_from, progress, recompute)
+        self._keep(report)
+        return report
+
+    def auditing(
+        self,
+        spark: SparkSession | None,
+        cadence: Cadence,
+        sinks: Sequence[str] | None = None,
+        *,
+        own: bool = False,
+    ) -> ContinuousAudit:
+        """Audits beside a query of this process, not started yet.
+
+        Args:
+            sinks: default: all.
+            own: in a session of their own, which has none of the user's views.
+        """
+        from delivered.audit.spark.continuous import AuditSession, load_of
+        from delivered.operate.continuous import ContinuousAudit, record_failure, sealed_s
+        from delivered.spark.start import ready, running
+
+        session = AuditSession(ready(self, spark), self.name, own=own)
+
+        def loaded() -> Load:
+            queries = [load_of(r.query) for r in running(self)]
+            return next((q for q in queries if q.behind or not q.idle), Load(idle=True, behind=False))
+
+        def audit() -> None:
+            with session.low_priority() as own:
+                for sink in sinks or self.sink_names:
+                    try:
+                        report = self._audited(own, sink)
+                    except Exception as error:
+                        if not audits.stopping:
+                            record_failure(self, sink, error)
+                        continue
+                    if audits.stopping:
+                        return
+                    self._keep(report)
+                    log.info("%s: audit of %s: %s", self.name, sink, report.verdict.value)
+
+        schedule = Schedule(cadence, time.monotonic(), sealed_s(self))
+        audits = ContinuousAudit(schedule, audit, loaded, session.cancel)
+        return audits
+
+    def _audited(
+        self,
+        spark: SparkSession | None,
+        sink: str | None,
+        samples_max: int = 20,
+        sink_from: Mapping[str, Any] | None = None,
+        progress: Callable[[str], None] | None = None,
+        recompute: bool = False,
+    ) -> AuditReport:
         from delivered.audit.spark.audit import audit_sink
+
+        return audit_sink(self, spark, sink, samples_max, sink_from, progress, recompute)
+
+    def _keep(self, report: AuditReport) -> None:
+        """For status and page; and for a catalog."""
         from delivered.checkpoint.history import add_audit
 
-        report = audit_sink(self, spark, sink, samples_max, sink_from, progress, recompute)
         add_audit(self.checkpoint, {"at_ms": time.time_ns() // 1_000_000, **report.summary()})
         if self.lineage:
             from delivered.operate.lineage import Lineage, new_run
 
             Lineage(self, new_run(), job=".audit").audited(report.summary())
-        return report
 
     def evidence(self, *, sink: str | None = None, start: Bound | None = None, end: Bound | None = None) -> Evidence:
         """The seals of this pipeline's audits, for a file: `evidence.text`. Does not start Spark.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,21 +12,32 @@ import typer
 from delivered.cli.command import (
     CheckpointOption,
     GuaranteeOption,
+    LogFormat,
     MasterOption,
     Output,
     OutputOption,
     SetOption,
     SparkLogOption,
     console,
+    log_as,
+    log_line,
     read,
     say,
+    stop_on_signal,
     working,
 )
+from delivered.cli.run import LogFormatOption
 from delivered.model.errors import UsageError
+
+_POLL_S = 1.0
+"""How often --follow looks which audits are due."""
 
 
 def audit(
-    files: Annotated[list[Path], typer.Argument(help="The pipeline file; with --chain, two or more.", metavar="FILE")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Pipeline file; with --chain, two or more; with --follow, also folders.", metavar="FILE"),
+    ],
     set_: SetOption = [],  # noqa: B006
     guarantee: GuaranteeOption = None,
     checkpoint: CheckpointOption = None,
@@ -48,6 +60,21 @@ def audit(
             "the first source to the last sink.",
         ),
     ] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="Audit these pipelines again and again, each by its `audit: {every: ...}`, until stopped. Continues "
+            "from the last seals; several of these processes do no harm.",
+        ),
+    ] = False,
+    every: Annotated[
+        str | None, typer.Option(metavar="TIME", help="With --follow: instead of the files' own. Example: 15 min.")
+    ] = None,
+    share: Annotated[
+        str | None, typer.Option(help="With --every: share of the time that audits of a pipeline may take.")
+    ] = None,
+    log_format: LogFormatOption = LogFormat.TEXT,
     spark_log: SparkLogOption = None,
     output: OutputOption = Output.TEXT,
 ) -> int:
@@ -56,6 +83,14 @@ def audit(
     from delivered.audit.report import render
     from delivered.cli.run import SparkLog, quiet_spark
 
+    if follow:
+        one: dict[str, object] = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint, "--sink": sink}
+        one |= {"--sink-from": sink_from, "--recompute": recompute, "--chain": chain}
+        if wrong := [name for name, value in {**one, "--output json": output is Output.JSON}.items() if value]:
+            raise UsageError("FOLLOW_OPTION", wrong=", ".join(wrong))
+        return _follow(files, every, share, master, log_format)
+    if every is not None or share is not None:
+        raise UsageError("FOLLOW_MISSING")
     if chain:
         alone = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint, "--sink-from": sink_from}
         if wrong := [name for name, value in {**alone, "--recompute": recompute}.items() if value]:
@@ -81,6 +116,29 @@ def audit(
             console().print(render(report))
     codes = {r.exit_code for r in reports}
     return 1 if 1 in codes else max(codes)
+
+
+def _follow(paths: list[Path], every: str | None, share: str | None, master: str | None, log_format: LogFormat) -> int:
+    from delivered.model.schedule import Cadence
+    from delivered.operate.continuous import AuditProcess, Follower
+    from delivered.operate.status import files
+
+    log_as(log_format)
+    cadence = None if every is None else Cadence.parse(every, share)
+    files(paths)  # a folder without pipelines is refused at the start; later it is waited for
+    process = AuditProcess(() if master is None else ("--master", master))
+    stop = threading.Event()
+
+    def stopped() -> None:
+        stop.set()
+        process.end()
+
+    stop_on_signal(stopped)
+    follower = Follower(paths, process, log_line, cadence)
+    log_line(f"following {', '.join(map(str, paths))}")
+    while not stop.wait(_POLL_S):
+        follower.step(stop.is_set)
+    return 0
 
 
 def _audit_chain(

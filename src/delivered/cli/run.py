@@ -49,6 +49,7 @@ from delivered.model.errors import DeliveredError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
 from delivered.model.patience import StoppedWaiting, patiently
 from delivered.model.rows import OnBadRow
+from delivered.model.schedule import STOP_S_MAX
 from delivered.model.step import LOG_FORMAT, WARNING_MARK, as_json, is_line_of_ours, work_for
 from delivered.model.translate import translated
 from delivered.pipeline.file import load_file, parse_override
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from delivered.entry import Pipeline
+    from delivered.operate.continuous import ContinuousAudit
     from delivered.pipeline.progress import Progress
     from delivered.receiver import Counts
 
@@ -350,9 +352,12 @@ def run_pipeline(
         if metrics_port is not None:
             stack.enter_context(_metrics(pipeline, spark, metrics_port))
         query = pipeline.start(spark, takeover=takeover)
+        audits = None
+        if pipeline.audit_every is not None:
+            audits = stack.enter_context(pipeline.auditing(spark, pipeline.audit_every, own=True))
         with watch(pipeline, query, recent_reports) as progress:
             show = _QueryProgress(output, _WorkerLines(log.path))
-            idle = _until_done(pipeline, query, progress, show, request, stop_timeout, supervise)
+            idle = _until_done(pipeline, query, progress, show, request, stop_timeout, supervise, audits)
             progress.refresh()
             failure = query.exception()
             show.end()
@@ -382,12 +387,15 @@ def _until_done(
     request: StopRequest,
     stop_timeout: float,
     supervise: Callable[[], None],
+    audits: ContinuousAudit | None,
 ) -> bool:
     """Watch until the query has ended or was stopped on request. Returns False if a batch was cut off."""
     while query.isActive:
         if request.stop.wait(_POLL_S):
             log_line("stopping after the current batch; signal again to stop now")
             deadline = time.monotonic() + stop_timeout
+            if audits is not None:
+                audits.stop(min(stop_timeout, STOP_S_MAX))  # its jobs would take cores from the batch
 
             def waiting() -> None:
                 show.line(progress)

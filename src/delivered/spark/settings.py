@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 
 from pyspark.sql import SparkSession
 from pyspark.sql.types import ArrayType, MapType, StructType
@@ -23,6 +24,12 @@ log = logging.getLogger(__name__)
 _DIVIDES = (Setting.PARALLELISM, Setting.SHUFFLE_PARTITIONS, *(s for s in Setting if s.name.startswith("FILE_")))
 """What a query without state is divided by."""
 _NESTED_ROWS_MAX = 512
+AUDIT_POOL = "delivered-audit"
+AUDITED = {
+    "spark.scheduler.mode": "FAIR",
+    "spark.scheduler.allocation.file": Path(__file__).with_name("pools.xml").as_uri(),
+}
+"""Of a session whose pipeline is audited while it runs: jobs in the pool of audits get what the query's leave."""
 
 
 @contextmanager

@@ -56,7 +56,7 @@ from delivered.spark.rows import (
     without_seen_repeats,
 )
 from delivered.spark.session import is_registered, register, session
-from delivered.spark.settings import batches_fit_for, same_shards, with_setting
+from delivered.spark.settings import AUDITED, batches_fit_for, same_shards, with_setting
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -146,7 +146,8 @@ def ready(pipeline: Definition, chosen: SparkSession | None) -> SparkSession:
 
 def new_session(pipeline: Definition) -> SparkSession:
     """A session with the pipeline's own configuration."""
-    return session(pipeline.name, pipeline.master, pipeline.conf)
+    conf = {**AUDITED, **pipeline.conf} if pipeline.audit_every is not None else pipeline.conf
+    return session(pipeline.name, pipeline.master, conf)
 
 
 def stop_between_batches(query: StreamingQuery, timeout_s: float, waiting: Callable[[], None] | None = None) -> bool:

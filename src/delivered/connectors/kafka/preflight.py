@@ -172,7 +172,7 @@ def _transactions(wire: Wire, options: SinkOptions) -> list[Finding]:
 
 def topic_setting(wire: Wire, topic: str, key: str) -> str | None:
     """A topic's setting; None: this user may not see it. Raises NoAnswer."""
-    return _config(wire, _TOPIC_CONFIG, topic, key)
+    return _config(wire, TOPIC_CONFIG, topic, key)
 
 
 def _config(wire: Wire, kind: int, name: str, key: str, node: int | None = None) -> str | None:

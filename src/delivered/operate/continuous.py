@@ -1,0 +1,254 @@
+"""Audits that go on: of a running pipeline, on a thread beside its query; and of pipeline files, in a process of its
+own. Each goes on from the last seal, so a restart loses nothing, and several at once do no harm: one seals first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from delivered.audit.seal import Seal
+from delivered.checkpoint.history import add_audit
+from delivered.engine.context import open_shared_ledger
+from delivered.model.errors import DeliveredError
+from delivered.model.patience import within
+from delivered.model.schedule import STOP_S_MAX, Cadence, Load, Schedule
+from delivered.operate.status import ASK_S_MAX, files
+from delivered.pipeline.definition import Definition
+from delivered.pipeline.spec import NO_INCARNATION
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_CANCEL_EVERY_S = 0.2
+_ERROR_LENGTH_MAX = 2_000
+
+
+def sealed_s(pipeline: Definition) -> float | None:
+    """Seconds since the last seal of the sink that was sealed longest ago; None: one has none, or none answers."""
+    spec = pipeline.spec
+    try:
+        with within(ASK_S_MAX):
+            sinks = spec.open()
+            with contextlib.closing(open_shared_ledger(sinks, spec.scope(sinks, NO_INCARNATION))) as ledger:
+                texts = [ledger.last_seal(m.name) for m in sinks.members if not m.dead_letters]
+        if None in texts:
+            return None
+        return max(time.time() - Seal.parse(text or "").sealed_at_ms / 1000 for text in texts)
+    except Exception as error:  # the first audit says what is wrong
+        log.debug("%s: its last seal is not known: %s", pipeline.name, error)
+        return None
+
+
+def record_failure(pipeline: Definition, sink: str, error: object) -> None:
+    """Log an audit that could not run, and keep it for status and page."""
+    reason = str(error)[:_ERROR_LENGTH_MAX]
+    log.warning("%s: %s could not be audited: %s", pipeline.name, sink, reason)
+    line = {"sink": sink, "at_ms": time.time_ns() // 1_000_000, "seconds": 0.0, "verdict": "unknown"}
+    add_audit(pipeline.checkpoint, {**line, "breaches": [], "unknowns": [reason], "counts": {}, "error": reason})
+
+
+class ContinuousAudit:
+    """Audits one after the other, on a thread of its own, until `stop`. Its errors end no audit but their own.
+
+    Args:
+        audit: one audit.
+        load: what the query does now.
+        cancel: makes a running audit end soon; called again and again.
+        clock: seconds, steady.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        audit: Callable[[], None],
+        load: Callable[[], Load] = lambda: Load(idle=True, behind=False),
+        cancel: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._schedule, self._audit, self._load, self._cancel, self._clock = schedule, audit, load, cancel, clock
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def step(self) -> bool:
+        """Run an audit if one may start; whether one ran."""
+        started = self._clock()
+        try:
+            if not self._schedule.may_start(started, self._load()):
+                return False
+            self._audit()
+        except Exception as error:
+            if not self.stopping:
+                log.warning("an audit could not run: %s", error)
+        self._schedule.ended(started, self._clock())
+        return True
+
+    def start(self) -> Self:
+        self._thread = threading.Thread(target=self._run, name="delivered-audit", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self, timeout_s: float = STOP_S_MAX) -> bool:
+        """Start no more audits, and cut a running one off: the last seal stands. Returns whether it has ended. May be
+        called again."""
+        self._stop.set()
+        thread, deadline = self._thread, time.monotonic() + timeout_s
+        while thread is not None and thread.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(Exception):  # its session has ended
+                self._cancel()
+            thread.join(_CANCEL_EVERY_S)
+        return thread is None or not thread.is_alive()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_POLL_S):
+            self.step()
+
+
+# Audits of pipeline files, beside their drivers.
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What one audit of a file said.
+
+    Attributes:
+        reports: by sink, as JSON.
+        error: why there are none; empty: there are.
+    """
+
+    reports: tuple[dict[str, Any], ...] = ()
+    error: str = ""
+
+
+class Follower:
+    """Audits pipeline files, each at its own interval, one after the other.
+
+    Files are read again before each round: a new one is followed, an invalid one is reported and tried again.
+
+    Args:
+        paths: files, and folders of them.
+        audit: of one file.
+        say: called with a line for each audit, and once for a file that is not followed.
+        every: instead of the files' own.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        audit: Callable[[Path], Audited],
+        say: Callable[[str], None],
+        every: Cadence | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._paths, self._audit, self._say, self._every, self._clock = paths, audit, say, every, clock
+        self._schedules: dict[Path, tuple[Cadence, Schedule]] = {}
+        self._said: dict[Path, str] = {}
+
+    def step(self, stopped: Callable[[], bool] = lambda: False) -> int:
+        """Audit every file that is due; how many."""
+        audited = 0
+        for path in self._files():
+            if stopped():
+                break
+            audited += self._step_of(path)
+        return audited
+
+    def _files(self) -> list[Path]:
+        try:
+            return files(self._paths)
+        except (DeliveredError, OSError) as error:
+            self._once(Path(), str(error))
+            return []
+
+    def _step_of(self, path: Path) -> bool:
+        try:
+            pipeline = Definition.from_file(path)
+        except DeliveredError as error:
+            self._once(path, f"{path}: {error}")
+            return False
+        cadence = self._every or pipeline.audit_every
+        if cadence is None:
+            self._once(path, f"{path}: not followed; write audit: {{every: 15 min}}, or give --every")
+            self._schedules.pop(path, None)
+            return False
+        self._said.pop(path, None)
+        known = self._schedules.get(path)
+        if known is None or known[0] != cadence:
+            known = cadence, Schedule(cadence, self._clock(), sealed_s(pipeline))
+            self._schedules[path] = known
+        started = self._clock()
+        if not known[1].may_start(started, Load(idle=True, behind=False)):
+            return False
+        done = self._audit(path)
+        known[1].ended(started, self._clock())
+        if done.error:
+            record_failure(pipeline, ", ".join(pipeline.sink_names), done.error)
+        for report in done.reports:
+            self._say(_line(report))
+        return True
+
+    def _once(self, path: Path, text: str) -> None:
+        if self._said.get(path) != text:
+            self._said[path] = text
+            self._say(text)
+
+
+def _line(report: dict[str, Any]) -> str:
+    reasons = "; ".join([*report.get("breaches", ()), *report.get("unknowns", ())])
+    found = f"{report['verdict']}: {reasons}" if reasons else str(report["verdict"])
+    return f"{report['pipeline']} {report['sink']}: {found}, in {report.get('seconds', 0.0):.1f} s"
+
+
+class AuditProcess:
+    """`delivered audit` of one file in a process of its own: pipelines differ in Spark's configuration and in modules,
+    and none keeps memory between two audits."""
+
+    def __init__(self, more: Sequence[str] = ()) -> None:
+        self._more = tuple(more)
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def __call__(self, path: Path) -> Audited:
+        command = [sys.executable, "-m", "delivered.cli.main", "audit", str(path), "-o", "json", *self._more]
+        with self._lock:
+            if self._ended:
+                return Audited()
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        out, errors = self._process.communicate()
+        if self._ended:
+            return Audited()
+        try:
+            found = json.loads(out)
+            reports = found if isinstance(found, list) else [found]
+            if all("verdict" in report for report in reports):
+                return Audited(tuple(reports))
+        except ValueError:
+            pass
+        return Audited(error=(out.strip() or errors.strip() or f"exit code {self._process.returncode}"))
+
+    def end(self) -> None:
+        """Cut a running audit off, for good: the last seal stands."""
+        with self._lock:
+            self._ended = True
+            if self._process is not None and self._process.poll() is None:
+                self._process.terminate()
