@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from delivered.audit.evidence_file import Bound, Evidence
     from delivered.audit.report import AuditReport
+    from delivered.audit.request import Sealing
     from delivered.operate.continuous import ContinuousAudit
     from delivered.operate.replay import Rebuild
     from delivered.pipeline.adopt import Adoption
@@ -211,6 +212,9 @@ class Pipeline(Definition):
         sink_from: Mapping[str, Any] | None = None,
         progress: Callable[[str], None] | None = None,
         recompute: bool = False,
+        full: bool = False,
+        since: int | None = None,
+        from_now: bool = False,
     ) -> AuditReport: ...
 
     @overload
@@ -227,10 +231,15 @@ class Pipeline(Definition):
         sink_from: Mapping[str, Any] | None = None,
         progress: Callable[[str], None] | None = None,
         recompute: bool = False,
+        full: bool = False,
+        since: int | None = None,
+        from_now: bool = False,
         every: str | None = None,
         share: str | float = SHARE,
     ) -> AuditReport | ContinuousAudit:
-        """Compare the source range with the sink in a Spark job, and account for every record.
+        """Compare the source range with the sink in a Spark job, account for every record, and seal what was proved.
+
+        Continues from the last seal: what was sealed before is not read again.
 
         Args:
             sink: name of the sink to audit, if there are several.
@@ -239,7 +248,10 @@ class Pipeline(Definition):
                 checkpoint. Kafka: {"topic": {"0": 12}}; SQLite: {"rowid": 12}. Default: all of it.
             progress: called at each step with its description.
             recompute: run the transform over the complete source range, and compare the rows with the sink's by key:
-                for queries that keep state, output modes update and complete, and upserts.
+                for queries that keep state, output modes update and complete, and upserts. Not sealed.
+            full: read everything once more, and seal it.
+            since: continue from the seal before this batch.
+            from_now: compare nothing, and seal everything up to now as never audited.
             every: audit all sinks again and again, at this interval, on a thread of this process, until the result's
                 `stop()`: "15 min". An audit starts while the query is not behind, and never at once with another one.
             share: of the time that these audits may take: "10 %".
@@ -247,9 +259,12 @@ class Pipeline(Definition):
         Raises:
             UsageError: invalid options, several sinks and none named, or one of Spark's own sources.
         """
+        from delivered.audit.request import sealing
+
         if every is not None:
             return self.auditing(spark, Cadence.parse(every, share), None if sink is None else [sink]).start()
-        report = self._audited(spark, sink, samples_max, sink_from, progress, recompute)
+        how = sealing(full=full, since=since, from_now=from_now, reads_part=sink_from is not None or recompute)
+        report = self._audited(spark, sink, samples_max, sink_from, progress, recompute, how)
         self._keep(report)
         return report
 
@@ -267,6 +282,7 @@ class Pipeline(Definition):
             sinks: default: all.
             own: in a session of their own, which has none of the user's views.
         """
+        from delivered.audit.request import sealing
         from delivered.audit.spark.continuous import AuditSession, load_of
         from delivered.operate.continuous import ContinuousAudit, record_failure, sealed_s
         from delivered.spark.start import ready, running
@@ -281,7 +297,7 @@ class Pipeline(Definition):
             with session.low_priority() as own:
                 for sink in sinks or self.sink_names:
                     try:
-                        report = self._audited(own, sink)
+                        report = self._audited(own, sink, how=sealing())
                     except Exception as error:
                         if not audits.stopping:
                             record_failure(self, sink, error)
@@ -303,10 +319,11 @@ class Pipeline(Definition):
         sink_from: Mapping[str, Any] | None = None,
         progress: Callable[[str], None] | None = None,
         recompute: bool = False,
+        how: Sealing | None = None,
     ) -> AuditReport:
         from delivered.audit.spark.audit import audit_sink
 
-        return audit_sink(self, spark, sink, samples_max, sink_from, progress, recompute)
+        return audit_sink(self, spark, sink, samples_max, sink_from, progress, recompute, how)
 
     def _keep(self, report: AuditReport) -> None:
         """For status and page; and for a catalog."""

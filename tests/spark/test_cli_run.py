@@ -48,7 +48,7 @@ def test_run_then_audit(example: Path) -> None:
     # Removed rows are detected, with a matching exit code.
     with sqlite3.connect(example.parent / "orders.db") as connection:
         connection.execute("DELETE FROM orders WHERE id = 'order-0007'")
-    with running("audit", str(example)) as process:
+    with running("audit", str(example), "--full") as process:
         out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 1, err
     assert "order-0007" in out

@@ -231,11 +231,11 @@ def test_sources_are_added_and_removed_on_purpose(spark: SparkSession, tmp_path:
     assert (report.verdict, report.counts.sent, report.counts.delivered) == (Verdict.HELD, 140, 140), report
     assert set(json.loads(report.range_to)) == {"orders", "payments"}
     shop.change("DELETE FROM shop WHERE id = 'id-7' AND kind = 'payments'")
-    report = shop.pipeline("orders", "payments").audit(spark)
+    report = shop.pipeline("orders", "payments").audit(spark, full=True)
     assert (report.verdict, report.counts.lost, [s.id for s in report.samples]) == (Verdict.BROKEN, 1, ["id-7payments"])
     shop.change("INSERT INTO shop VALUES ('id-7', 'payments')")
     joined = "SELECT CAST(o.key AS STRING) AS id, '' AS kind FROM orders o JOIN payments p ON o.key = p.key"
-    report = shop.pipeline("orders", "payments", sql=joined).audit(spark)
+    report = shop.pipeline("orders", "payments", sql=joined).audit(spark, full=True)
     assert report.verdict is Verdict.UNKNOWN
     assert "rows of several sources together (Join)" in report.unknowns[0]
 
@@ -254,7 +254,7 @@ def test_sources_are_added_and_removed_on_purpose(spark: SparkSession, tmp_path:
     shop.add("refunds", 70)
     new, *_ = shop.run("payments", "refunds", "orders")
     assert new.startswith("the source refunds is new to this checkpoint")
-    report = shop.pipeline("payments", "refunds", "orders").audit(spark)
+    report = shop.pipeline("payments", "refunds", "orders").audit(spark, full=True)
     assert (report.verdict, report.counts.lost, report.counts.unexpected) == (Verdict.UNKNOWN, 0, 0), report
     assert json.loads(report.range_to)["refunds"] == {"version": 1, "offsets": {"0": 70}}
 

@@ -6,7 +6,7 @@ The Spark job in `delivered.audit.spark.reconcile` does the same with aggregatio
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from delivered.audit.evidence import Counts
@@ -33,13 +33,19 @@ class Seen:
     in_progress: bool = False
 
 
-def classify(sent: Mapping[Hashable, int], ahead: Mapping[Hashable, int], found: Mapping[Hashable, int]) -> Counts:
+def classify(
+    sent: Mapping[Hashable, int],
+    ahead: Mapping[Hashable, int],
+    found: Mapping[Hashable, int],
+    sealed: Collection[Hashable] = (),
+) -> Counts:
     """What happened to the records of one id.
 
     Args:
         sent: value -> copies that must be in the sink.
         ahead: value -> copies that may be in the sink: sent in a batch that is not decided yet.
         found: value -> copies in the sink.
+        sealed: values that an earlier audit has found in the sink.
 
     A missing value is paired with a foreign one (it was altered), never with a second copy of another record of the
     id: a duplicate and a loss are two findings, even if the counts cancel.
@@ -50,13 +56,13 @@ def classify(sent: Mapping[Hashable, int], ahead: Mapping[Hashable, int], found:
         missing += max(must - is_there, 0)
         in_progress += min(max(is_there - must, 0), may)
         surplus = max(is_there - must - may, 0)
-        if must + may:
+        if must + may or value in sealed:
             known += surplus
         else:
             foreign += surplus
     altered = min(missing, foreign)
     rest = foreign - altered
-    anybody_sent_it = any(sent.values()) or any(ahead.values())
+    anybody_sent_it = any(sent.values()) or any(ahead.values()) or bool(sealed)
     return Counts(
         sent=sum(sent.values()),
         delivered=sum(found.values()),

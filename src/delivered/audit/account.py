@@ -2,7 +2,8 @@
 
 An audit may run while the pipeline runs, and after a crash. Decided batches must be in the sink; batches that started
 later may be. For that to hold, the ledger is read first, then the sink, then the checkpoint: the sink is never newer
-than what it is compared with.
+than what it is compared with. An audit that continues from a seal also cuts the sink where no batch is in flight
+(`sealing.find_cut`), so that the next one knows where to go on.
 """
 
 from __future__ import annotations
@@ -13,9 +14,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import reduce
 from importlib.metadata import version
 
-from delivered.audit.evidence import DedupCounts, read_ledger
+from delivered.audit.continuation import (
+    Compared,
+    Cut,
+    Start,
+    Unaudited,
+    check_ledger,
+    earlier_of,
+    first_readable,
+    repeated,
+)
+from delivered.audit.evidence import DedupCounts, LedgerAccount
 from delivered.audit.judge import (
     Result,
     account_for_dedup,
@@ -31,29 +43,38 @@ from delivered.audit.report import AuditReport, unknown_report
 from delivered.audit.request import (
     AuditRequest,
     BadExpression,
+    BatchRange,
     Earlier,
     Positions,
     SourceRange,
     SourceSet,
+    as_text,
     check_write_mode,
+    clip,
     find_earlier,
     id_sql,
     join_adjacent,
     parsed,
     plain,
     split_by_transform,
+    until,
 )
+from delivered.audit.seal import Seal
+from delivered.audit.sealing import Seals, find_cut, read_account
 from delivered.checkpoint.folder import read_view
 from delivered.contract.sink import BoundedScan
-from delivered.contract.source import Slice
+from delivered.contract.source import Offsets, Slice
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.identity import Scope
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import Account
 from delivered.source import backwards
 
 _ERROR_LENGTH_MAX = 2_000
 NOT_READABLE = "DELIVERED_NOT_READABLE"
 """Error code of a sink that cannot be read back at all."""
 
+_OTHER_TRANSFORM = "they ran with another transform and cannot be recomputed with this one"
 _START_WRONG = "the checkpoint sidecar records another start than that of its batch 0"
 
 Progress = Callable[[str], None]
@@ -67,11 +88,15 @@ class Ranges:
         read: the source range from the first batch to the last one that started.
         must: the source ranges whose rows must be in the sink, in order.
         ends: (batch, its end) as far as the ledger keeps them, oldest first.
+        again: source ranges before those, sealed, whose rows may be among the slices that were read again.
+        before: sealed source ranges: unexpected rows of the sink that are theirs are duplicates.
     """
 
     read: SourceRange
     must: Sequence[tuple[Positions, Positions]]
     ends: Sequence[tuple[int, Positions]]
+    again: Sequence[tuple[Positions, Positions]] = ()
+    before: Sequence[tuple[Positions, Positions]] = ()
 
 
 @dataclass(frozen=True)
@@ -99,17 +124,19 @@ class Comparison(ABC):
     sources: SourceSet
 
     @abstractmethod
-    def read(self, slices: Sequence[Slice], expected: int) -> tuple[int, int]:
+    def read(self, slices: Sequence[Slice], expected: int, again: int = 0) -> tuple[int, int]:
         """Read the sink, once, before `compare`: number of its rows, and how many of them belong to other writers.
 
         Args:
             slices: of its scan.
             expected: rows of the sources that they will be compared with, about.
+            again: so many of the slices, the first ones, were compared by an earlier audit. Of their rows, only those
+                count that share an id with a row that must or may be in the sink.
         """
 
     @abstractmethod
     def compare(self, ranges: Ranges) -> Findings:
-        """Classify every row of the sink and of these ranges.
+        """Classify every row of the sink and of these ranges. May be called again, with other ranges.
 
         Raises:
             DeliveredError: a range cannot be read.
@@ -152,43 +179,94 @@ def reason(error: Exception) -> str:
 
 
 def account(request: AuditRequest, comparing: Comparing, say: Progress) -> AuditReport:
-    """Account for every record."""
+    """Account for every record, of all batches or of those after the last seal."""
     mode = request.write_mode
     check_write_mode(mode, dedup=request.dedup is not None)
     if mode.upserts:
         request = replace(request, id=id_sql(mode), key=None)
-    say("reading checkpoint and ledger")
+    say("reading checkpoint, ledger and seals")
     scope = Scope(request.pipeline, request.named_sink, read_view(request.checkpoint).incarnation)
-    ledger = read_ledger(request.sink, scope, request.guarantee, request.decided_by, request.dead_letters)
+    seals = Seals(request, scope) if request.sealing is not None else None
+    ledger = read_account(request, scope)
     try:
         scan = request.sink.scan()
     except Refused as error:
         if error.code != NOT_READABLE:
             raise
         return report_of_ledger(request, ledger, reason(error))
-    say("reading the sink")
+    if seals is None:
+        return _compare(request, scope, scan, Cut(ledger), Start(), comparing, say)[0]
+    start = seals.start(scan, ledger)
+    if start.unread:
+        return seals.from_now(scan, start)
+    report, compared, cut = _compare(request, scope, scan, None, start, comparing, say)
+    return seals.seal(report, compared, cut, start)
+
+
+def _compare(
+    request: AuditRequest,
+    scope: Scope,
+    scan: BoundedScan,
+    cut: Cut | None,
+    start: Start,
+    comparing: Comparing,
+    say: Progress,
+) -> tuple[AuditReport, Compared | None, Cut]:
+    """The report; what was compared, None if nothing could be; and where it stopped."""
+    mode, base = request.write_mode, start.own(scope)
     with comparing(request, scope, scan) as comparison:
-        visible = ledger.visible
+        say("reading the sink")
+        if cut is None:
+            cut = find_cut(request, scope, scan, positions=not start.reads_all)
+            if base is not None:
+                check_ledger(base, cut.ledger, request.named_sink)
+        ledger, visible = cut.ledger, cut.ledger.visible
         # Before the checkpoint is read: no batch in the sink is newer than the checkpoint's latest.
         expected = visible.total.count if visible is not None else 0
-        _, foreign = comparison.read(scan.slices(request.sink_from), expected)
+        slices, again = _slices(scan, request.sink_from, start, cut)
+        _, foreign = comparison.read(slices, expected - start.account.total.count, again)
+        reach(StepId.AUDIT_READ, Moment.AFTER)
         view = read_view(request.checkpoint)
-        start, unsure = comparison.sources.start()
-        read = SourceRange(start, parsed(visible.offsets) if visible is not None else None, parsed(view.offsets))
-        ranges = split_by_transform(visible, start) if visible is not None else []
-        current, earlier = find_earlier(ranges, request.transform_version)
+        begin, unsure = comparison.sources.start()
+        every = split_by_transform(visible, begin) if visible is not None else []
+        if base is not None:
+            begin, unsure = parsed(base.end), ""
+        end = parsed(visible.offsets) if visible is not None else None
+        # Behind a sharp cut, nothing of a later batch was read.
+        read = SourceRange(begin, end, end if end is not None and cut.is_sharp else parsed(view.offsets))
+        begins = base.end if base is not None else as_text(begin)
+        skipped = (
+            _skipped(request, scope, comparison.sources, start, ledger, begins, every) if visible is not None else ()
+        )
+        at, account_at, before = start.after, start.account, begin
+        if skipped:
+            at, account_at, before = skipped[-1].last, skipped[-1].account, parsed(skipped[-1].end)
+        current, others = find_earlier(clip(every, at, before, account_at), request.transform_version)
+        behind = [earlier_of(one, counted=one.scope != scope) for one in (*start.behind, *skipped)]
+        every_other = [*behind, *([others] if others is not None else [])]
+        earlier = reduce(Earlier.__add__, every_other) if every_other else None
         why = _why_incomparable(request, read, unsure, earlier, comparison)
         if why is not None:
-            return replace(report_of_ledger(request, ledger, why), range_from=json.dumps(plain(start)))
+            report = replace(report_of_ledger(request, ledger, why), range_from=json.dumps(plain(begin)))
+            return report, None, cut
         say("reading the source range and comparing")
         ends = [(batch, parsed(text)) for batch, text in ledger.ends]
-        findings = comparison.compare(Ranges(read, join_adjacent(current), ends))
+        sealed = _recomputable(every, request) if base is not None else []
+        twice = join_adjacent(repeated(sealed, base)) if base is not None and again else []
+        ranges = Ranges(read, join_adjacent(current), ends, twice)
+        findings = comparison.compare(ranges)
+        # Where sealed rows were moved or replaced, a second copy may be the only one.
+        if base is not None and findings.result.counts.unexpected and not start.changes.altered:
+            say("looking for the unexpected records in sealed batches")
+            known = _readable_before(base, sealed, ledger, comparison.sources)
+            findings = comparison.compare(replace(ranges, before=join_adjacent(known))) if known else findings
     if findings.excluded:
         unsure = unsure or (
             f"{request.own!r} is not true for {findings.excluded:,} records that this pipeline sent: it does not "
             "identify its records"
         )
-    report = report_of_result(request, ledger, read, view.batch, findings.result, findings.ordered)
+    result = findings.result
+    report = report_of_result(request, ledger, read, view.batch, result, findings.ordered, start.account)
     report = replace(report, own=request.own or "", foreign=foreign, undeleted=findings.undeleted)
     if earlier is not None:
         report = replace(report, given_up=report.given_up - earlier.given_up.count)
@@ -202,7 +280,72 @@ def account(request: AuditRequest, comparing: Comparing, say: Progress) -> Audit
         report = account_for_upserts(report, mode, findings.unclear)
     if mode.conditional:
         report = account_for_skipped(report, mode, ledger)
-    return judge(report, versions_known=bool(request.transform_version) and all(r.transform for r in current))
+    known_versions = bool(request.transform_version) and all(r.transform for r in current)
+    report = judge(report, versions_known=known_versions)
+    begins = skipped[-1].end if skipped else begins
+    return report, Compared(at + 1, begins, account_at, result, skipped, others is not None), cut
+
+
+def _slices(scan: BoundedScan, since: Offsets | None, start: Start, cut: Cut) -> tuple[list[Slice], int]:
+    """What is read of the sink; and how many of the slices, the first ones, were read before."""
+    if since is not None or start.base is None:
+        slices = scan.slices(since) if cut.until is None else scan.slices(since, cut.until)
+        return list(slices), 0
+    base = start.base
+    if base.sink_read is None or base.sink_read == base.sink_end:
+        return list(scan.slices(base.sink_end, cut.until)), 0
+    before = scan.slices(base.sink_end, base.sink_read)
+    return [*before, *scan.slices(base.sink_read, cut.until)], len(before)
+
+
+def _recomputable(every: Sequence[BatchRange], request: AuditRequest) -> list[BatchRange]:
+    return find_earlier(every, request.transform_version)[0]
+
+
+def _skipped(
+    request: AuditRequest,
+    scope: Scope,
+    sources: SourceSet,
+    start: Start,
+    ledger: LedgerAccount,
+    begins: str,
+    every: Sequence[BatchRange],
+) -> tuple[Unaudited, ...]:
+    """The first batches, if they cannot be compared: a source has dropped records of theirs, or they ran with another
+    transform."""
+    if request.sealing is None or start.reads_all or ledger.visible is None:
+        return ()
+    skipped: list[Unaudited] = []
+    at, end, account = start.after, begins, start.account
+    texts = dict(ledger.ends)
+
+    def skip(last: int, to: Positions, until: Account, why: str) -> None:
+        nonlocal at, end, account
+        text = texts.get(last, as_text(to))
+        skipped.append(Unaudited(scope, at + 1, last, end, text, until - account, until, why))
+        at, end, account = last, text, until
+
+    if not sources.unknown:
+        ends = [(batch, parsed(text)) for batch, text in ledger.ends]
+        last, to = first_readable((at, parsed(begins)), ends, sources.is_readable)
+        if last > at and (until_there := ledger.account_at(last)) is not None:
+            skip(last, to, until_there, "the source had dropped their records")
+    for r in clip(every, at, parsed(end), account):
+        if find_earlier([r], request.transform_version)[1] is None:
+            break
+        skip(
+            r.last, r.end, account + r.decided, "they ran with another transform and cannot be recomputed with this one"
+        )
+    return tuple(skipped)
+
+
+def _readable_before(
+    base: Seal, sealed: Sequence[BatchRange], ledger: LedgerAccount, sources: SourceSet
+) -> list[BatchRange]:
+    """The sealed batches whose records the sources still have."""
+    ends = [(batch, parsed(text)) for batch, text in ledger.ends if batch <= base.last]
+    last, end = first_readable((-1, sources.first), ends, sources.is_readable)
+    return clip(until(sealed, base.last, parsed(base.end)), last, end, Account())
 
 
 def _why_incomparable(

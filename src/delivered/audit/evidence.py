@@ -17,7 +17,7 @@ from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.work import Decision
+from delivered.model.work import Account, Decision
 
 
 class Damage(StrEnum):
@@ -255,6 +255,7 @@ class History:
         faults: where a decision does not follow from the previous one; each means that the ledger was tampered
             with, restored from a copy, or written by two owners.
         ends: (batch, offsets) of each, oldest first.
+        accounts: the running totals after each, in the same order.
         last, before: the newest decision and its predecessor.
     """
 
@@ -262,6 +263,7 @@ class History:
     lines: tuple[BatchLine, ...] = ()
     faults: tuple[str, ...] = ()
     ends: tuple[tuple[int, str], ...] = ()
+    accounts: tuple[Account, ...] = ()
     last: Decision | None = None
     before: Decision | None = None
 
@@ -278,6 +280,7 @@ def check_history(decisions: Iterable[Decision], lines_max: int = SHOWN_MAX) -> 
     lines: deque[BatchLine] = deque(maxlen=lines_max)
     faults: list[str] = []
     ends: list[tuple[int, str]] = []
+    accounts: list[Account] = []
     before: Decision | None = None
     last: Decision | None = None
     for decision in decisions:
@@ -300,12 +303,13 @@ def check_history(decisions: Iterable[Decision], lines_max: int = SHOWN_MAX) -> 
             )
         )
         ends.append((decision.batch, decision.offsets))
+        accounts.append(Account(decision.total, decision.given_up))
         before, last = last, decision
         if len(ends) > 2 * LEDGER_HISTORY_BATCHES:
             # A ledger that keeps everything must not make the audit run forever.
             faults.append(f"the ledger keeps more than {2 * LEDGER_HISTORY_BATCHES} batches; the rest was not checked")
             break
-    return History(len(ends), tuple(lines), tuple(faults[:SHOWN_MAX]), tuple(ends), last, before)
+    return History(len(ends), tuple(lines), tuple(faults[:SHOWN_MAX]), tuple(ends), tuple(accounts), last, before)
 
 
 def _faults(last: Decision, decision: Decision) -> list[str]:
@@ -348,6 +352,11 @@ class LedgerAccount:
     def ends(self) -> tuple[tuple[int, str], ...]:
         """(batch, offsets) of the visible decisions that the ledger keeps, oldest first."""
         return self.history.ends if self.visible is self.history.last else self.history.ends[:-1]
+
+    def account_at(self, batch: int) -> Account | None:
+        """The running totals after a batch; None: the ledger no longer keeps its decision."""
+        found = (a for (b, _), a in zip(self.history.ends, self.history.accounts, strict=True) if b == batch)
+        return next(found, None)
 
 
 def read_ledger(

@@ -22,7 +22,9 @@ from delivered.audit.request import AuditRequest, Earlier, Recompute, SourceRang
 from delivered.model.capability import Guarantee, OnConflict, WriteMode
 from delivered.model.dedup import Dedup
 from delivered.model.fingerprint import Fingerprint
+from delivered.model.work import Account
 
+_NOTHING = Account()
 NOBODY = "-"
 """The partition of records that were never sent."""
 
@@ -34,6 +36,7 @@ class Result:
     Attributes:
         null_ids: records whose id expression gave null; they are identified by all their columns instead.
         partitions_left_off: source partitions beyond `PARTITIONS_MAX`; they are in `counts`.
+        delivered: of all but those in progress.
     """
 
     counts: Counts
@@ -65,15 +68,23 @@ def report_of_ledger(request: AuditRequest, ledger: LedgerAccount, why: str) -> 
 
 
 def report_of_result(
-    request: AuditRequest, ledger: LedgerAccount, read: SourceRange, newest_batch: int, result: Result, ordered: bool
+    request: AuditRequest,
+    ledger: LedgerAccount,
+    read: SourceRange,
+    newest_batch: int,
+    result: Result,
+    ordered: bool,
+    before: Account = _NOTHING,
 ) -> AuditReport:
     """
     Args:
         newest_batch: that started, by the checkpoint.
         ordered: the source partition and the order of each record are known.
+        before: the ledger's running totals where the range starts.
     """
     visible = ledger.visible
-    given_up = visible.given_up if visible is not None else Fingerprint()
+    share = Account(visible.total, visible.given_up) - before if visible is not None else Account()
+    given_up = share.given_up
     notes, unknowns = list(ledger.notes), []
     if read.undecided is not None:
         notes.append(f"batch {newest_batch} started and is not decided; its records may be in the sink and need not be")
@@ -99,7 +110,7 @@ def report_of_result(
         partitions=result.partitions,
         samples=result.samples,
         fingerprints=Fingerprints(
-            result.sent, visible.total if visible is not None else None, given_up, result.delivered
+            result.sent, share.total if visible is not None else None, given_up, result.delivered
         ),
         history=ledger.history,
         transactions=ledger.transactions,
@@ -161,7 +172,7 @@ def account_for_earlier(report: AuditReport, earlier: Earlier, adds_columns: boo
     Args:
         adds_columns: the sink may have added columns since: then their rows have other fingerprints than the ledger's.
     """
-    counts, handed = report.counts, earlier.handed.count
+    counts, handed, known = report.counts, earlier.handed.count, not earlier.counted
     unexpected = min(counts.unexpected, handed)
     # A record of theirs may equal a recomputed one: the source held it twice.
     repeated = min(counts.duplicated, handed - unexpected)
@@ -171,14 +182,15 @@ def account_for_earlier(report: AuditReport, earlier: Earlier, adds_columns: boo
     )
     prints = report.fingerprints
     if prints is not None:
-        prints = replace(prints, sent=prints.sent + earlier.handed + earlier.given_up)
+        prints = replace(prints, sent=prints.sent + earlier.handed + earlier.given_up) if known else None
     clean = counts == Counts(counts.sent, counts.sent + theirs, reordered=counts.reordered, earlier=theirs)
-    differs = clean and theirs == handed and prints is not None and prints.delivered != prints.sent
+    differs = clean and theirs == handed and known and prints is not None and prints.delivered != prints.sent
     explained = [d for d in (Damage.UNEXPECTED, Damage.DUPLICATED) if not counts.of(d)]
-    evidence = "all of them by count and fingerprint" if clean and theirs == handed and not differs else "by count"
+    proved = clean and theirs == handed and known and not differs
+    evidence = "all of them by count and fingerprint" if proved else "by count"
     reason = (
-        f"batches {earlier.batches} ran with another transform and cannot be recomputed with this one. According to "
-        f"the ledger, they handed {handed:,} records to the sink; it holds {theirs:,}, {evidence}"
+        f"{earlier.clause}. According to the ledger, they handed {handed:,} records to the sink; it holds {theirs:,}, "
+        f"{evidence}"
     )
     if differs and adds_columns:
         differs = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -25,18 +26,76 @@ from delivered.audit.evidence import (
     breaches,
 )
 from delivered.audit.request import Earlier
+from delivered.audit.seal import NEVER_AUDITED, UNPROVED_MAX, Seal, unproved_by
 from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.secrets import one_line
 from delivered.terminal import printer
 
-FORMAT = 1
-"""Version of the JSON."""
+FORMAT = 2
+"""Version of the JSON. 1: every audit covered all batches of the checkpoint; there were no `seals`."""
 
 _PARTITIONS_SHOWN = 50
 _STYLE = {Verdict.HELD: "bold green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "bold yellow"}
 _COLUMNS = ("sent", "delivered", "lost", "duplicated", "altered", "unexpected", "reordered")
 _CHAIN_COLUMNS = _COLUMNS[:-1]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What an audit continued, and the seals that it added.
+
+    Attributes:
+        first, last: batches that it compared; without any, `last` is before `first`.
+        base: the seal that it continued from; None: it started with batch 0.
+        seals: those that it added, oldest first.
+        not_sealed: why it added none; empty: it did, or no batch was new.
+        reads_all: why every audit of this sink reads all of it; empty: the next one continues.
+        expired: what the sink removed of its sealed part as its settings say.
+    """
+
+    first: int
+    last: int
+    base: Seal | None = None
+    seals: tuple[Seal, ...] = ()
+    not_sealed: str = ""
+    reads_all: str = ""
+    expired: tuple[str, ...] = ()
+
+    @property
+    def newest(self) -> Seal | None:
+        return self.seals[-1] if self.seals else self.base
+
+    @property
+    def unproved(self) -> tuple[Mapping[str, Any], ...]:
+        """All ranges of the checkpoint that no audit proved, the newest `UNPROVED_MAX`."""
+        newest = self.newest
+        return () if newest is None else (*newest.unproved, *unproved_by(newest))[-UNPROVED_MAX:]
+
+    def to_json(self) -> dict[str, Any]:
+        newest = self.newest
+        return {
+            "batches": {"first": self.first, "last": self.last},
+            "continued_from": None if self.base is None else _seal_json(self.base),
+            "added": [_seal_json(s) for s in self.seals],
+            "not_sealed": self.not_sealed or None,
+            "reads_all": self.reads_all or None,
+            "expired": list(self.expired),
+            "unproved": [dict(u) for u in self.unproved],
+            "total": None if newest is None else newest.total.to_json(),
+        }
+
+
+def _seal_json(seal: Seal) -> dict[str, Any]:
+    return {
+        "number": seal.number,
+        "sha256": seal.digest,
+        "incarnation": seal.scope.incarnation,
+        "batches": [seal.first, seal.last],
+        "verdict": seal.verdict.value,
+        "audited": seal.audited,
+        "sealed_at_ms": seal.sealed_at_ms,
+    }
 
 
 @dataclass(frozen=True)
@@ -61,6 +120,7 @@ class AuditReport:
         id_says: what identifies records in this audit.
         dedup: of a pipeline with dedup. `counts.in_progress` then also counts what may be in the sink of unclear
             keys.
+        continuation: the batches that it covers, in the chain of seals; None: all, and it was not sealed.
     """
 
     pipeline: str
@@ -86,6 +146,7 @@ class AuditReport:
     notes: tuple[str, ...] = ()
     id_says: str = "all columns"
     dedup: DedupCounts | None = None
+    continuation: Continuation | None = None
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -149,6 +210,10 @@ class AuditReport:
             "notes": list(self.notes),
             "incarnation": self.incarnation,
             "range": {"from": _json_or_text(self.range_from), "to": _json_or_text(self.range_to)},
+            "batches": None
+            if self.continuation is None
+            else {"first": self.continuation.first, "last": self.continuation.last},
+            "seals": None if self.continuation is None else self.continuation.to_json(),
             "id": self.id_says,
             "counts": asdict(self.counts) | {"given_up": self.given_up, "foreign": self.foreign},
             "own": self.own or None,
@@ -166,7 +231,11 @@ class AuditReport:
     def summary(self) -> dict[str, Any]:
         """What a status shows of it."""
         report = self.to_dict()
-        return {name: report[name] for name in ("sink", "verdict", "breaches", "unknowns", "counts", "seconds")}
+        newest = None if self.continuation is None else self.continuation.newest
+        return {
+            **{name: report[name] for name in ("sink", "verdict", "breaches", "unknowns", "counts", "seconds")},
+            **({"seal": {"number": newest.number, "sha256": newest.digest}} if newest is not None else {}),
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
@@ -317,6 +386,8 @@ def _headline(report: AuditReport) -> Text:
         text.append(f"\n  broken: {breach}", style="red")
     for reason in report.unknowns:
         text.append(f"\n  unknown: {reason}", style="yellow")
+    if report.continuation is not None:
+        _append_seals(text, report.continuation)
     if report.guarantee.may_lose:
         text.append(f"\n  given up, according to the ledger: {report.given_up:,}")
     if report.counts.in_progress:
@@ -333,6 +404,29 @@ def _headline(report: AuditReport) -> Text:
         )
     text.append(f"\n  records are identified by {report.id_says}")
     return text
+
+
+def _append_seals(text: Text, sealed: Continuation) -> None:
+    if (base := sealed.base) is not None:
+        at = datetime.fromtimestamp(base.sealed_at_ms / 1000, UTC).isoformat(sep=" ", timespec="seconds")
+        how = base.verdict.value if base.audited else NEVER_AUDITED
+        text.append(f"\n  sealed until batch {base.last} at {at.removesuffix('+00:00')} UTC ({how})")
+    if sealed.last < sealed.first:
+        text.append("\n  no batch is new")
+    else:
+        batches = f"batch {sealed.first}" if sealed.first == sealed.last else f"batches {sealed.first} to {sealed.last}"
+        by = f", sealed as number {sealed.seals[-1].number}" if sealed.seals else ""
+        text.append(f"\n  this range: {batches}{by}")
+    for gap in sealed.unproved:
+        style = "red" if gap["state"] == Verdict.BROKEN.value else "yellow"
+        batches = f"batch {gap['first']}" if gap["first"] == gap["last"] else f"batches {gap['first']} to {gap['last']}"
+        text.append(f"\n  {gap['state']}: {batches}, {gap['records']:,} records: {gap['reason']}", style=style)
+    if sealed.reads_all:
+        text.append(f"\n  every audit of this sink reads all of it: {sealed.reads_all}", style="dim")
+    for what in sealed.expired:
+        text.append(f"\n  expired in the sink, sealed before: {what}", style="dim")
+    if sealed.not_sealed:
+        text.append(f"\n  not sealed: {sealed.not_sealed}", style="yellow")
 
 
 def _partitions(report: AuditReport) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from delivered.contract.sink import Sink
@@ -44,6 +44,42 @@ class Recompute:
 
 
 @dataclass(frozen=True)
+class Sealing:
+    """How an audit continues a chain of seals.
+
+    Attributes:
+        full: read everything.
+        since: read from the seal before this batch on.
+        from_now: compare nothing, and seal everything up to now as never audited.
+    """
+
+    full: bool = False
+    since: int | None = None
+    from_now: bool = False
+
+
+def sealing(
+    *, full: bool = False, since: int | None = None, from_now: bool = False, reads_part: bool = False
+) -> Sealing | None:
+    """
+    Args:
+        reads_part: the audit recomputes, or reads a part of the sink that the user names: it seals nothing.
+
+    Raises:
+        UsageError: two of them exclude each other.
+    """
+    options = {"full": full, "since": since is not None, "from_now": from_now}
+    chosen = [name for name, given in options.items() if given]
+    if reads_part and chosen:
+        raise UsageError("AUDIT_CONTINUES.PART", options=", ".join(chosen))
+    if len(chosen) > 1:
+        raise UsageError("AUDIT_CONTINUES.SEVERAL", options=", ".join(chosen))
+    if since is not None and since < 0:
+        raise UsageError("AUDIT_CONTINUES.SINCE", since=since)
+    return None if reads_part else Sealing(full, since, from_now)
+
+
+@dataclass(frozen=True)
 class AuditRequest:
     """
     Attributes:
@@ -64,6 +100,7 @@ class AuditRequest:
         rejects: records that the sources cannot make rows of are dead letters, and not expected in the sink.
         recompute: compare with the transform over the complete range as one batch; None: account for every record.
         decided_by: the sinks among which its batches are decided. None: it decides itself.
+        sealing: continue from the last seal, and add one. None: read everything, and seal nothing.
     """
 
     pipeline: str
@@ -84,6 +121,7 @@ class AuditRequest:
     rejects: bool = False
     transform_version: str = ""
     recompute: Recompute | None = None
+    sealing: Sealing | None = None
 
     @property
     def named_sink(self) -> str:
@@ -130,6 +168,12 @@ Positions = dict[str, Offsets]
 def parsed(text: str) -> Positions:
     """The offsets of a batch, as stored in the ledger and Spark's offset log."""
     return {name: json.loads(offsets) for name, offsets in by_source(text).items()}
+
+
+def as_text(positions: Positions) -> str:
+    """As `parsed` reads it."""
+    lines = {name: json.dumps(offsets, separators=(",", ":")) for name, offsets in positions.items()}
+    return lines[SOURCE] if list(lines) == [SOURCE] else "\n".join(f"{name}:{text}" for name, text in lines.items())
 
 
 def plain(positions: Positions) -> dict[str, Any]:
@@ -216,14 +260,44 @@ def split_by_transform(newest: Decision, start: Positions) -> list[BatchRange]:
     return ranges
 
 
+def clip(ranges: Sequence[BatchRange], after: int, start: Positions, account: Account) -> list[BatchRange]:
+    """The batches after one of them.
+
+    Args:
+        ranges: of consecutive batches, from batch 0 on.
+        start, account: the source position, and the running totals, after batch `after`.
+    """
+    clipped, before = [], Account()
+    for r in ranges:
+        until = before + r.decided
+        if r.first <= after < r.last:
+            clipped.append(replace(r, first=after + 1, start=start, decided=until - account))
+        elif r.last > after:
+            clipped.append(r)
+        before = until
+    return clipped
+
+
+def until(ranges: Sequence[BatchRange], last: int, end: Positions) -> list[BatchRange]:
+    """The batches up to one of them, without what they handed to the sink.
+
+    Args:
+        end: the source position after batch `last`.
+    """
+    bare = [replace(r, decided=Account()) for r in ranges if r.first <= last]
+    return [replace(r, last=last, end=end) if r.last > last else r for r in bare]
+
+
 @dataclass(frozen=True)
 class Earlier:
-    """Batches that ran with a transform other than the audit's.
+    """Batches that cannot be recomputed: for most, because they ran with a transform other than the audit's.
 
     Attributes:
         batches: for display: "0 to 4, 9".
         handed: what they handed to the sink, according to the ledger.
         given_up: what they gave up (at_most_once).
+        clauses: why they cannot be; empty: for that reason.
+        counted: the fingerprint of `handed` cannot be compared with rows of the sink, its number of records can.
         missing: how many of their records are not in the sink.
         differs: the sink holds as many records as the ledger says, but different ones.
     """
@@ -233,6 +307,23 @@ class Earlier:
     given_up: Fingerprint = Fingerprint()
     missing: int = 0
     differs: bool = False
+    clauses: tuple[str, ...] = ()
+    counted: bool = False
+
+    @property
+    def clause(self) -> str:
+        return "; ".join(self.clauses) or (
+            f"batches {self.batches} ran with another transform and cannot be recomputed with this one"
+        )
+
+    def __add__(self, other: Earlier) -> Earlier:
+        return Earlier(
+            batches=f"{self.batches}, {other.batches}",
+            handed=self.handed + other.handed,
+            given_up=self.given_up + other.given_up,
+            clauses=(self.clause, other.clause),
+            counted=self.counted or other.counted,
+        )
 
 
 def find_earlier(ranges: Sequence[BatchRange], present: str) -> tuple[list[BatchRange], Earlier | None]:
@@ -315,6 +406,14 @@ class SourceSet:
             slices += pieces
             indices += [index] * len(pieces)
         return slices, indices
+
+    def is_readable(self, start: Positions) -> bool:
+        """Whether no source is known to have dropped records behind these positions."""
+        for name, driver in self._drivers.items():
+            kept = driver.retained(start.get(name, self.first[name]))
+            if kept is not None and kept.missing:
+                return False
+        return True
 
     def close(self) -> None:
         for driver in self._drivers.values():

@@ -23,6 +23,9 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
 from delivered.model.work import Account, check_format
 
+UNPROVED_MAX = 20
+NEVER_AUDITED = "never audited"
+
 SEAL_FORMAT = 1
 """Version of the fields. Seals of a later version are refused, as other durable records are."""
 
@@ -68,10 +71,13 @@ class Seal:
     Attributes:
         number: in the chain, from 0.
         before: hash of the seal before it; empty: it is the first.
-        first, last: batches of this incarnation.
+        first, last: batches of this incarnation. The first one follows those of the seal before it; or, if an audit
+            compared sealed batches once more, those of an earlier seal, or is 0.
         start, end: source positions where they start and end, as in a decision's offsets by source (`request.parsed`).
         sink_start, sink_end: where reading the sink began and stopped (`BoundedScan.position`); None: from its start,
             and nowhere: it has no positions.
+        sink_read: all rows of batches up to `last` lie before this position; what lies between `sink_end` and here was
+            compared already. None: the sink was read to its end.
         sink_kept: facts about what lies before `sink_end`, to be compared by the next audit (`BoundedScan.kept`).
         settled: all rows of batches up to this one lie before `sink_end`; at most `last`. Below `first`: of none.
         settled_end: source position where batch `settled` ends.
@@ -79,6 +85,8 @@ class Seal:
         sums: of these batches.
         total: of all batches of this incarnation up to `last` that were audited.
         account: the ledger's running totals at `last`, of all batches.
+        unproved: ranges of this checkpoint that earlier seals did not prove, the newest `UNPROVED_MAX`, oldest first:
+            state ("broken", "unknown", "never audited"), first, last, records, reason.
         transform: fingerprint of the transform that the batches were recomputed with; empty: unknown.
         sealed_at_ms: by the auditor's clock, for display; it orders nothing.
         auditor: name and version of the program.
@@ -99,11 +107,13 @@ class Seal:
     settled_end: str
     sink_start: Offsets | None = None
     sink_end: Offsets | None = None
+    sink_read: Offsets | None = None
     sink_kept: Mapping[str, Any] | None = None
     audited: bool = True
     breaches: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    unproved: tuple[Mapping[str, Any], ...] = ()
     transform: str = ""
     sealed_at_ms: int = 0
     auditor: str = ""
@@ -148,11 +158,26 @@ class Seal:
         check_format(data.pop("format", 0), "a seal", SEAL_FORMAT)
         scope = Scope(data.pop("pipeline"), data.pop("sink"), data.pop("incarnation"))
         own = {f.name: data.pop(f.name) for f in fields(cls) if f.name in data}
-        for name in ("breaches", "unknowns", "notes"):
+        for name in ("breaches", "unknowns", "notes", "unproved"):
             own[name] = tuple(own.get(name, ()))
         own |= {"verdict": Verdict(own["verdict"]), "account": Account.from_json(own["account"])}
         own |= {name: Sums.from_json(own[name]) for name in ("sums", "total")}
         return cls(scope=scope, **own, extra=data)
+
+
+def unproved_by(seal: Seal) -> tuple[Mapping[str, Any], ...]:
+    """Of a seal's own range; empty: its guarantee held."""
+    if seal.audited and seal.verdict is Verdict.HELD:
+        return ()
+    return (
+        {
+            "state": seal.verdict.value if seal.audited else NEVER_AUDITED,
+            "first": seal.first,
+            "last": seal.last,
+            "records": seal.sums.ledger.total.count,
+            "reason": next(iter((*seal.breaches, *seal.unknowns)), ""),
+        },
+    )
 
 
 def digest_of(text: str) -> str:
@@ -173,23 +198,30 @@ def chain_faults(texts: Iterable[str]) -> Iterator[str]:
 def checked(texts: Iterable[str]) -> Iterator[tuple[Seal | None, list[str]]]:
     """Each seal of a chain, None for what is none, and where the chain does not hold there (`chain_faults`)."""
     before: tuple[Seal, str] | None = None
+    ends: dict[int, Seal] = {}
     for at, text in enumerate(texts):
         try:
             seal = Seal.parse(text)
         except ValueError as error:
-            before = None
+            before, ends = None, {}
             yield None, [f"the seal at place {at} cannot be read: {error}"]
             continue
         faults = [] if seal.text == text else [f"seal {seal.number} is not stored as it was written"]
         if before is not None:
-            faults += _link_faults(*before, seal)
+            faults += _link_faults(*before, seal, ends)
+            if before[0].scope.incarnation != seal.scope.incarnation:
+                ends = {}
         elif seal.number == 0 and seal.before:
             faults.append("seal 0 names a seal before it")
-        before = seal, digest_of(text)
+        before, ends[seal.last] = (seal, digest_of(text)), seal
         yield seal, faults
 
 
-def _link_faults(last: Seal, digest: str, seal: Seal) -> Iterator[str]:
+def _link_faults(last: Seal, digest: str, seal: Seal, ends: Mapping[int, Seal]) -> Iterator[str]:
+    """
+    Args:
+        ends: the seals of the last one's checkpoint that are known, by their last batch.
+    """
     if seal.number != last.number + 1:
         yield f"seal {seal.number} follows seal {last.number}"
     elif seal.before != digest:
@@ -197,9 +229,15 @@ def _link_faults(last: Seal, digest: str, seal: Seal) -> Iterator[str]:
     if seal.scope.incarnation != last.scope.incarnation:
         if seal.first != 0:
             yield f"seal {seal.number} is the first of its checkpoint, and starts with batch {seal.first}"
-    elif seal.first != last.last + 1:
+        return
+    if seal.first > last.last + 1:
         yield f"seal {seal.number} starts with batch {seal.first}, and seal {last.number} ends with {last.last}"
-    elif seal.start != last.end:
-        yield f"seal {seal.number} starts in the source where seal {last.number} does not end"
-    elif seal.audited and seal.total != last.total + seal.sums:
-        yield f"seal {seal.number}: its total is not that of seal {last.number} and its own sums"
+        return
+    follows = ends.get(seal.first - 1)
+    if follows is not None and seal.start != follows.end:
+        yield f"seal {seal.number} starts in the source where seal {follows.number} does not end"
+    elif seal.audited and (follows is not None or seal.first == 0):
+        total = follows.total if follows is not None else Sums()
+        if seal.total != total + seal.sums:
+            base = f"that of seal {follows.number} and its own sums" if follows is not None else "its own sums"
+            yield f"seal {seal.number}: its total is not {base}"

@@ -52,6 +52,16 @@ def audit(
         bool,
         typer.Option("--recompute", help="Run the transform over the source range again and compare by key."),
     ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Read everything once more, and seal it.")] = False,
+    since: Annotated[
+        int | None, typer.Option(metavar="BATCH", help="Continue from the seal before this batch.")
+    ] = None,
+    from_now: Annotated[
+        bool,
+        typer.Option(
+            "--from-now", help="Compare nothing: seal everything up to now as never audited, and continue from here."
+        ),
+    ] = False,
     chain: Annotated[
         bool,
         typer.Option(
@@ -78,8 +88,8 @@ def audit(
     spark_log: SparkLogOption = None,
     output: OutputOption = Output.TEXT,
 ) -> int:
-    """Read source and sink back and list lost, duplicated and altered records; exit code 1 if the guarantee was
-    violated, 3 if unknown."""
+    """Read source and sink back from the last seal on, list lost, duplicated and altered records, and seal what was
+    proved; exit code 1 if the guarantee was violated, 3 if unknown."""
     from delivered.audit.report import render
     from delivered.cli.run import SparkLog, quiet_spark
 
@@ -92,8 +102,20 @@ def audit(
     if every is not None or share is not None:
         raise UsageError("FOLLOW_MISSING")
     if chain:
-        alone = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint, "--sink-from": sink_from}
-        if wrong := [name for name, value in {**alone, "--recompute": recompute}.items() if value]:
+        alone: dict[str, object] = {
+            "--set": set_,
+            "--guarantee": guarantee,
+            "--checkpoint": checkpoint,
+            "--sink-from": sink_from,
+        }
+        alone |= {
+            "--sink-from": sink_from,
+            "--recompute": recompute,
+            "--full": full,
+            "--from-now": from_now,
+            "--since": since is not None,
+        }
+        if wrong := [name for name, value in alone.items() if value]:
             raise UsageError("CHAIN_OPTION", wrong=", ".join(wrong))
         return _audit_chain(files, master, sink, samples, spark_log, output)
     if len(files) > 1:
@@ -105,7 +127,15 @@ def audit(
     with working("starting Spark") as progress, quiet_spark(pipeline, SparkLog.of(pipeline, spark_log)) as spark:
         reports = [
             pipeline.audit(
-                spark, sink=name, samples_max=samples, sink_from=start, progress=progress, recompute=recompute
+                spark,
+                sink=name,
+                samples_max=samples,
+                sink_from=start,
+                progress=progress,
+                recompute=recompute,
+                full=full,
+                since=since,
+                from_now=from_now,
             )
             for name in ([sink] if sink else pipeline.sink_names)
         ]

@@ -271,7 +271,7 @@ def rebuild(
         run_pipeline(rebuilt.pipeline, False, stop_timeout, spark_log, output, wait=wait)
         rebuilt.check_stopped()
         with working("starting Spark") as progress, quiet_spark(pipeline, SparkLog.of(pipeline, spark_log)) as spark:
-            report = rebuilt.pipeline.audit(spark, progress=progress)
+            report = rebuilt.pipeline.audit(spark, progress=progress, full=True)
         with working("comparing both tables"):
             compared = rebuilt.compare()
         if report.verdict is Verdict.BROKEN:

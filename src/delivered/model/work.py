@@ -96,6 +96,12 @@ class Account:
     total: Fingerprint = Fingerprint()
     given_up: Fingerprint = Fingerprint()
 
+    def __add__(self, other: Account) -> Account:
+        return Account(self.total + other.total, self.given_up + other.given_up)
+
+    def __sub__(self, other: Account) -> Account:
+        return Account(self.total - other.total, self.given_up - other.given_up)
+
     def to_json(self) -> dict[str, str]:
         return {"total": str(self.total), "given_up": str(self.given_up)}
 

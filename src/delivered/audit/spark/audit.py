@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import pyarrow as pa
 
 from delivered.audit.account import Progress, account, guarded
 from delivered.audit.report import AuditReport
-from delivered.audit.request import AuditRequest, Recompute, Transform
+from delivered.audit.request import AuditRequest, Recompute, Sealing, Transform
 from delivered.audit.spark.comparison import in_spark
 from delivered.audit.spark.recompute import recompute
 from delivered.contract.sink import Sink
@@ -38,13 +39,19 @@ def audit_sink(
     sink_from: Mapping[str, Any] | None,
     progress: Callable[[str], None] | None,
     recompute: bool = False,
+    sealing: Sealing | None = None,
 ) -> AuditReport:
     """Audit one sink of a pipeline, against its own rows and columns.
+
+    Args:
+        sealing: None: read everything, and seal nothing. So it is with `sink_from` and `recompute`.
 
     Raises:
         UsageError: no such sink, several sinks and none named, or one of Spark's own sources.
     """
     spark, request = request_for(pipeline, chosen_sink(pipeline, sink), session, samples_max, sink_from, recompute)
+    if sink_from is None and not recompute:
+        request = replace(request, sealing=sealing)
     with own_views(pipeline.transform, spark, pipeline.sources):
         return audit(spark, request, progress)
 

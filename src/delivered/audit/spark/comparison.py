@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
+from pyspark.sql.window import Window
 
 from delivered.audit.account import Comparison, Findings, Ranges
 from delivered.audit.request import AuditRequest
-from delivered.audit.spark.reconcile import Slots, hashed, reconcile
+from delivered.audit.spark.reconcile import Slots, hashed, reconcile, slot_of, without_order
 from delivered.audit.spark.slices import SliceRows, beyond_rows, kept_plain, shuffles_fit_for
 from delivered.audit.spark.source import Deduplicated, FinalState, SentRows, expressions, record_columns
 from delivered.contract.sink import BoundedScan
@@ -57,9 +58,11 @@ class SparkComparison(Comparison):
         self._spark, self._request, self._scope, self._scan = spark, request, scope, scan
         self._source, self._probe, self._context = source, probe, context
         self._places = Slots()
+        self._again = 0
         self.sources = source.sources
 
-    def read(self, slices: Sequence[Slice], expected: int) -> tuple[int, int]:
+    def read(self, slices: Sequence[Slice], expected: int, again: int = 0) -> tuple[int, int]:
+        self._again = again
         stored = stored_rows(self._spark, self._request, self._scan, slices, self._scope, self._probe, self._places)
         stored = stored.persist(StorageLevel.DISK_ONLY)
         self._context.callback(stored.unpersist)
@@ -74,6 +77,7 @@ class SparkComparison(Comparison):
         unclear, undeleted, excluded, ordered = None, 0, 0, True
         deduplicated: Deduplicated | None = None
         ahead: DataFrame | None = None
+        sealed: DataFrame | None = None
         state: FinalState | None = None
         if request.dedup is not None:
             deduplicated = self._context.enter_context(
@@ -92,18 +96,46 @@ class SparkComparison(Comparison):
             coming = source.hash(scope, [read.undecided])[0] if read.undecided is not None else None
             sent, ahead, there = deduplicated.sides(own, coming)
         else:
+            # In the order of the source, by which the order of records is judged.
+            again = source.hash(scope, ranges.again)[0] if ranges.again and self._again else None
             sent, ordered = source.hash(scope, ranges.must)
             there = own
             if read.undecided is not None:
                 ahead = source.hash(scope, [read.undecided])[0]
+            if self._again:
+                there, ahead = self._without_sealed(sent, ahead, again)
+            if ranges.before:
+                before = without_order(source.hash(scope, ranges.before)[0])
+                known = sent.select("id") if ahead is None else sent.select("id").union(ahead.select("id"))
+                unexpected = there.select("id").join(known, "id", "left_anti")
+                sealed = before.join(unexpected, "id", "left_semi")
         with expressions(request):
-            result = reconcile(sent, ahead, there, source.slots, self._places, request.samples_max)
+            result = reconcile(sent, ahead, there, source.slots, self._places, request.samples_max, sealed)
             if state is not None and result.counts.unexpected:
                 undeleted = there.join(state.deleted, "id", "left_semi").count()
             if request.own is not None and result.counts.lost and "own" in sent.columns:
                 excluded = sent.filter("NOT own").count()
         dedup = deduplicated.counts if deduplicated is not None else None
         return Findings(result, ordered, undeleted, unclear, dedup, excluded)
+
+    def _without_sealed(
+        self, sent: DataFrame, ahead: DataFrame | None, again: DataFrame | None
+    ) -> tuple[DataFrame, DataFrame | None]:
+        """The sink's rows, and what may be among them, if some were compared by an earlier audit.
+
+        Args:
+            again: rows of sealed batches, which may be among those.
+        """
+        is_new = slot_of(F.col("at")) >= self._again
+        wanted = sent.select("id") if ahead is None else sent.select("id").union(ahead.select("id"))
+        repeated = self._own.filter(~is_new).join(wanted, "id", "left_semi")
+        there = self._own.filter(is_new).unionByName(repeated)
+        if again is None:
+            return there, ahead
+        copies = repeated.groupBy("id", "low").agg(F.count("*").alias("copies"))
+        nth = F.row_number().over(Window.partitionBy("id", "low").orderBy("at"))
+        found = again.withColumn("nth", nth).join(copies, ["id", "low"]).filter("nth <= copies").select(again.columns)
+        return there, found if ahead is None else ahead.unionByName(found)
 
     def combines(self) -> Sequence[str]:
         return beyond_rows(self._probe)

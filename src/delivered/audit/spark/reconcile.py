@@ -43,6 +43,7 @@ _LIMBS = ((0, 24), (24, 24), (48, 16))
 """64-bit hashes are summed in three parts of at most 24 bits: no overflow below 2**39 records."""
 
 _SUMS = [f"{side}_{name}_{start}" for side in ("must", "there") for name in ("low", "high") for start, _ in _LIMBS]
+_SIDES = ("must", "may", "there", "sealed")
 _ROW_BITS = 33
 """The bits of `at` that count rows, as in `monotonically_increasing_id`; the slot is in the bits above."""
 
@@ -57,6 +58,11 @@ def canonical_schema(columns: StructType, canonical: Canonical) -> pa.Schema:
 def by_partition(values: Sequence[int]) -> Column:
     """For each row the value of its Spark partition; without values, 0."""
     return F.element_at(F.array(*map(F.lit, values)), F.spark_partition_id() + 1) if values else F.lit(0)
+
+
+def slot_of(at: Column) -> Column:
+    """The slot of a position."""
+    return F.shiftright(at, _ROW_BITS).cast("int")
 
 
 def without_order(hashes: DataFrame) -> DataFrame:
@@ -159,7 +165,7 @@ class Slots:
 
     def partition(self, at: Column) -> Column:
         """Index of the partition."""
-        slot = F.shiftright(at, _ROW_BITS).cast("int")
+        slot = slot_of(at)
         if len(set(self._names)) == len(self._names):
             return slot
         first: dict[str, int] = {}
@@ -174,6 +180,7 @@ def reconcile(
     origins: Slots,
     places: Slots,
     samples_max: int = 20,
+    sealed: DataFrame | None = None,
 ) -> Result:
     """Classify every record.
 
@@ -184,10 +191,12 @@ def reconcile(
         origins: slots of `sent` and `ahead`.
         places: slots of `stored`.
         samples_max: damaged records collected per class.
+        sealed: what was found in the sink by earlier audits: copies that were found now are duplicates.
     """
     both = _side(sent, "must").unionByName(_side(stored, "there"))
-    if ahead is not None:
-        both = both.unionByName(_side(ahead, "may"))
+    for side, frame in (("may", ahead), ("sealed", sealed)):
+        if frame is not None:
+            both = both.unionByName(_side(frame, side))
     classified = _classified(both, origins, places)
     lines: dict[str, PartitionLine] = {}
     null_ids = 0
@@ -215,7 +224,7 @@ def _side(frame: DataFrame, side: str) -> DataFrame:
         *("id", "null_id", "low", "high"),
         # Order is judged by the sent key.
         (F.col("key_hash") if is_sent else nothing).alias("key_hash"),
-        *[F.lit(int(side == name)).cast("long").alias(name) for name in ("must", "may", "there")],
+        *[F.lit(int(side == name)).cast("long").alias(name) for name in _SIDES],
         (F.col("at") if is_sent else nothing).alias("origin"),
         (F.col("at") if not is_sent else nothing).alias("place"),
     )
@@ -227,33 +236,34 @@ def _classified(both: DataFrame, origins: Slots, places: Slots) -> DataFrame:
         .groupBy("low", "id")
         .agg(
             F.min("high").alias("high"),
-            *[F.sum(c).alias(c) for c in ("must", "may", "there", "null_id")],
+            *[F.sum(c).alias(c) for c in (*_SIDES, "null_id")],
             *[F.min(c).alias(c) for c in ("key_hash", "origin", "place")],
         )
     )
-    must, may, there = F.col("must"), F.col("may"), F.col("there")
+    must, may, there, sealed = (F.col(side) for side in _SIDES)
     zero = F.lit(0).cast("long")
     surplus = F.greatest(there - must - may, zero)
-    was_sent = (must + may) > 0
+    in_progress = F.least(F.greatest(there - must, zero), may)
+    was_sent = (must + may + sealed) > 0
     by_id = by_value.groupBy("id").agg(
-        *[F.sum(c).alias(c) for c in ("must", "may", "there", "null_id")],
+        *[F.sum(c).alias(c) for c in (*_SIDES, "null_id")],
         *[F.min(c).alias(c) for c in ("key_hash", "origin", "place")],
         F.sum(F.greatest(must - there, zero)).alias("missing"),
-        F.sum(F.least(F.greatest(there - must, zero), may)).alias("in_progress"),
+        F.sum(in_progress).alias("in_progress"),
         F.sum(F.when(was_sent, surplus).otherwise(zero)).alias("known"),
         F.sum(F.when(was_sent, zero).otherwise(there)).alias("foreign"),
         *[
             F.sum(copies * F.expr(f"shiftrightunsigned({name}, {start}) & {(1 << width) - 1}L")).alias(
                 f"{side}_{name}_{start}"
             )
-            for side, copies in (("must", must), ("there", there))
+            for side, copies in (("must", must), ("there", there - in_progress))
             for name in ("low", "high")
             for start, width in _LIMBS
         ],
     )
     altered = F.least("missing", "foreign")
     rest = F.col("foreign") - altered
-    known_id = (must + may) > 0
+    known_id = (must + may + sealed) > 0
     origin, place = F.col("origin"), F.col("place")
     compared = origin.isNotNull() & place.isNotNull()
     # Records without a key have no order, and must not all be shuffled to one partition.
@@ -277,7 +287,7 @@ def _classified(both: DataFrame, origins: Slots, places: Slots) -> DataFrame:
 
 def _per_slot(classified: DataFrame) -> DataFrame:
     names = ["must", "there", "in_progress", *[d.value for d in Damage], *_SUMS]
-    return classified.groupBy(F.shiftright("origin", _ROW_BITS).cast("int").alias("slot")).agg(
+    return classified.groupBy(slot_of(F.col("origin")).alias("slot")).agg(
         *[F.sum(n).alias(n) for n in names], F.sum("null_id").alias("null_ids")
     )
 
@@ -289,15 +299,16 @@ def _line(partition: str, row: dict[str, Any]) -> PartitionLine:
         in_progress=row["in_progress"],
         **{d.value: row[d.value] for d in Damage},
     )
-    return PartitionLine(partition, counts, _fingerprint(row, "must"), _fingerprint(row, "there"))
+    delivered = _fingerprint(row, "there", row["there"] - row["in_progress"])
+    return PartitionLine(partition, counts, _fingerprint(row, "must", row["must"]), delivered)
 
 
-def _fingerprint(row: dict[str, Any], side: str) -> Fingerprint:
+def _fingerprint(row: dict[str, Any], side: str, count: int) -> Fingerprint:
     low, high = (
         sum(int(row[f"{side}_{name}_{start}"]) << start for start, _ in _LIMBS) & ((1 << 64) - 1)
         for name in ("low", "high")
     )
-    return Fingerprint(int(row[side]), low, high)
+    return Fingerprint(int(count), low, high)
 
 
 def _all_damaged(classified: DataFrame, counts: Counts, samples_max: int) -> list[tuple[Damage, Row]]:

@@ -1,0 +1,463 @@
+"""An audit continues where the last one stopped: log to SQLite, several seals, damage in between. Without Spark."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.orders import COPY, DELETE, FOREIGN, ROWS, Orders, clean, half, states
+from tests.support.sweeps import sweep
+from tests.support.without_spark import deliver
+
+from delivered.audit import sealing
+from delivered.audit.evidence import Counts, Verdict
+from delivered.audit.report import AuditReport
+from delivered.connectors.sqlite.read import SqliteScan
+from delivered.model import step
+from delivered.model.capability import Guarantee
+from delivered.pipeline import registry
+
+
+@pytest.fixture(autouse=True)
+def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connectors of installed packages: looking for them takes longer than an audit of 20 rows."""
+    monkeypatch.setattr(registry, "_entries", cache(registry._entries))
+
+
+@pytest.fixture
+def orders(tmp_path: Path) -> Orders:
+    return Orders(tmp_path)
+
+
+@pytest.mark.matrix
+def test_each_audit_reads_what_is_new(orders: Orders) -> None:
+    orders.run(2)
+    first = orders.audit()
+    assert (first.verdict, first.counts) == (Verdict.HELD, clean(2 * ROWS)), first.unknowns
+    orders.run(1)
+    second = orders.audit()
+    assert (second.verdict, second.counts) == (Verdict.HELD, clean(ROWS)), second
+    assert second.fingerprints is not None
+    assert second.fingerprints.says == "source, ledger and sink agree"
+    nothing = orders.audit()
+    assert (nothing.verdict, nothing.counts) == (Verdict.HELD, Counts()), nothing.unknowns
+    seals = orders.seals()
+    assert [(s.first, s.last, s.verdict) for s in seals] == [(0, 1, Verdict.HELD), (2, 2, Verdict.HELD)]
+    assert seals[-1].total.counts == clean(3 * ROWS)
+    assert seals[-1].total.sent == seals[-1].total.delivered == seals[-1].account.total == seals[-1].total.ledger.total
+    print(first, second, nothing)
+
+
+def test_damage_is_found_in_its_own_range_and_the_chain_goes_on(orders: Orders) -> None:
+    orders.run()
+    assert orders.audit().verdict is Verdict.HELD
+    orders.run(2)
+    orders.sql(DELETE.format(25))
+    lost = orders.audit()
+    assert lost.breaches == ["1 records are lost; exactly_once promises none"]
+    orders.run()
+    assert orders.audit().verdict is Verdict.HELD
+    orders.run()
+    orders.sql(COPY.format(85))
+    twice = orders.audit()
+    assert twice.breaches == ["1 records are duplicated; exactly_once promises none"]
+    orders.run()
+    held = orders.audit()
+    assert (held.verdict, held.counts) == (Verdict.HELD, clean(ROWS))
+    assert states(orders) == [
+        (0, 0, Verdict.HELD, True),
+        (1, 2, Verdict.BROKEN, True),
+        (3, 3, Verdict.HELD, True),
+        (4, 4, Verdict.BROKEN, True),
+        (5, 5, Verdict.HELD, True),
+    ]
+    last = orders.seals()[-1]
+    assert [(u["state"], u["first"], u["last"], u["records"]) for u in last.unproved] == [
+        ("broken", 1, 2, 2 * ROWS),
+        ("broken", 4, 4, ROWS),
+    ]
+    assert "broken: batches 1 to 2, 40 records: 1 records are lost; exactly_once promises none" in str(held)
+    assert "broken: batch 4, 20 records" in str(held)
+
+
+def test_a_late_copy_of_a_sealed_record_is_a_duplicate_and_a_foreign_one_is_not(orders: Orders) -> None:
+    orders.run(2)
+    orders.audit()
+    orders.run()
+    orders.sql(COPY.format(3), FOREIGN)
+    report = orders.audit()
+    assert report.counts == Counts(ROWS, ROWS + 2, duplicated=1, unexpected=1), report
+    assert report.verdict is Verdict.BROKEN
+    assert states(orders)[-1] == (2, 2, Verdict.BROKEN, True)
+
+
+@pytest.mark.matrix
+def test_a_copy_is_found_although_no_batch_is_new(orders: Orders) -> None:
+    orders.run()
+    orders.audit()
+    orders.sql(COPY.format(3))
+    report = orders.audit()
+    assert report.breaches == ["1 records are duplicated; exactly_once promises none"]
+    assert len(orders.seals()) == 1, "there is no batch that a seal could be of"
+    orders.run()
+    assert orders.audit().counts.duplicated == 1
+    assert states(orders)[-1] == (1, 1, Verdict.BROKEN, True)
+
+
+def crash(monkeypatch: pytest.MonkeyPatch, point: str, nth: int = 1) -> None:
+    """Stop an audit at a step, as SIGKILL would."""
+    seen: list[str] = []
+
+    def handler(reached: str, _: dict[str, Any]) -> None:
+        seen.append(reached)
+        if seen.count(point) == nth and reached == point:
+            raise KeyboardInterrupt(point)
+
+    monkeypatch.setattr(step, "_handler", handler)
+
+
+@pytest.mark.parametrize(
+    "point", sweep(["audit.read:after", "audit.seal:before", "audit.seal:after"], "audit.seal:before".__eq__)
+)
+def test_a_killed_audit_leaves_no_half_seal(orders: Orders, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    orders.run()
+    orders.audit()
+    orders.run()
+    with monkeypatch.context() as patched:
+        crash(patched, point)
+        with pytest.raises(KeyboardInterrupt):
+            orders.audit()
+    sealed = point == "audit.seal:after"
+    assert len(orders.seals()) == 1 + sealed
+    again = orders.audit()
+    assert (again.verdict, again.counts) == (Verdict.HELD, clean(0 if sealed else ROWS)), again
+    assert [s[:3] for s in states(orders)] == [(0, 0, Verdict.HELD), (1, 1, Verdict.HELD)]
+
+
+def test_of_two_audits_at_once_one_seals(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders.run()
+    reports: list[AuditReport] = []
+
+    def meanwhile(reached: str, _: dict[str, Any]) -> None:
+        if reached == "audit.seal:before" and not reports:
+            reports.append(AuditReport("orders", "orders", Guarantee.EXACTLY_ONCE))
+            reports[0] = orders.audit()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(step, "_handler", meanwhile)
+        loser = orders.audit()
+    (winner,) = reports
+    assert winner.verdict is loser.verdict is Verdict.HELD
+    assert winner.continuation is not None and loser.continuation is not None
+    assert (len(winner.continuation.seals), loser.continuation.seals) == (1, ())
+    assert "another audit has sealed these batches meanwhile" in loser.continuation.not_sealed
+    assert "not sealed: another audit" in str(loser)
+    assert len(orders.seals()) == 1
+    orders.run()
+    assert orders.audit().counts == clean(ROWS)
+
+
+@pytest.mark.matrix
+def test_a_new_checkpoint_begins_a_new_part_of_the_chain(orders: Orders) -> None:
+    orders.run(2)
+    orders.audit()
+    orders.run()
+    replaced = replace(orders, checkpoint="checkpoint-2")
+    replaced.run(latest=True)
+    report = replaced.audit()
+    assert report.counts.earlier == ROWS, report
+    assert replace(report.counts, earlier=0, delivered=ROWS) == clean(ROWS)
+    assert states(orders) == [(0, 1, Verdict.HELD, True), (2, 2, Verdict.UNKNOWN, False), (0, 0, Verdict.HELD, True)]
+    assert report.verdict is Verdict.UNKNOWN
+    assert any("their checkpoint was replaced before they were audited" in u for u in report.unknowns)
+    replaced.run()
+    held = replaced.audit()
+    assert (held.verdict, held.counts) == (Verdict.HELD, clean(ROWS)), held
+    assert replaced.seals()[-1].total.counts == clean(2 * ROWS)
+
+
+def refused(report: AuditReport, what: str) -> None:
+    """The audit proves nothing, says why, and adds no seal."""
+    (reason,) = report.unknowns
+    assert (report.verdict, report.exit_code) == (Verdict.UNKNOWN, 3)
+    assert what in reason, reason
+    assert "--full" in reason
+
+
+def test_a_ledger_restored_from_an_older_copy_is_behind_its_seals(orders: Orders) -> None:
+    """Its decisions alone, as where seals are kept by other means; then decisions and seals together."""
+    orders.run(2)
+    orders.audit()
+    shutil.copy(orders.folder / "orders.db", orders.folder / "older.db")
+    orders.run(2)
+    orders.record(orders.audit())
+    shutil.copy(orders.folder / "orders.db", orders.folder / "newer.db")
+    orders.sql("DELETE FROM _delivered_decision WHERE batch > 2")
+    refused(orders.audit(), "Seal 1 of sink 'orders' ends with batch 3, and the newest batch")
+    shutil.copy(orders.folder / "older.db", orders.folder / "orders.db")
+    refused(orders.audit(), "records seal 1 of sink 'orders', and the newest one in the ledger is 0")
+    shutil.copy(orders.folder / "newer.db", orders.folder / "orders.db")
+    assert orders.audit().verdict is Verdict.HELD
+
+
+@pytest.mark.matrix
+def test_a_ledger_that_went_on_from_an_older_copy_differs_from_its_seals(orders: Orders) -> None:
+    orders.run(2)
+    orders.audit()
+    decisions = 'UPDATE _delivered_decision SET decision = replace(decision, \'"total":"40:\', \'"total":"39:\')'
+    orders.sql(decisions)
+    orders.run()
+    refused(orders.audit(), "Seal 0 of sink 'orders' and the ledger differ on batch 1: the seal counts 40 records")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("UPDATE {} SET seal = replace(seal, '\"lost\":0', '\"lost\":1') WHERE number = 1", "has another hash"),
+        ("UPDATE {} SET seal = replace(seal, '\"lost\":0', '\"lost\":1') WHERE number = 0", "seal 0 has changed"),
+        ("DELETE FROM {} WHERE number = 1", "and the newest one in the ledger is 0"),
+        ("UPDATE {} SET seal = 'x' WHERE number = 1", "not hold"),
+    ],
+)
+def test_changed_and_missing_seals_are_found(orders: Orders, change: str, says: str) -> None:
+    for _ in range(2):
+        orders.run()
+        orders.record(orders.audit())
+    orders.sql(change.format("_delivered_seal"))
+    orders.run()
+    refused(orders.audit(), says)
+    full = orders.audit(full=True)
+    assert (full.verdict, full.counts) == (Verdict.HELD, clean(3 * ROWS))
+
+
+@pytest.mark.matrix
+def test_a_row_removed_from_the_sealed_part_is_reported(orders: Orders) -> None:
+    orders.run(2)
+    orders.audit()
+    orders.sql(DELETE.format(3))
+    orders.run()
+    report = orders.audit()
+    assert (report.verdict, report.counts) == (Verdict.UNKNOWN, clean(ROWS))
+    assert "what seal 0 and earlier ones proved is no longer what the sink holds" in report.unknowns[0]
+    full = orders.audit(full=True)
+    assert full.breaches == ["1 records are lost; exactly_once promises none"]
+    assert [s[:3] for s in states(orders)] == [
+        (0, 1, Verdict.HELD),
+        (2, 2, Verdict.UNKNOWN),
+        (0, 2, Verdict.BROKEN),
+    ]
+
+
+@pytest.mark.matrix
+def test_rows_of_a_table_made_anew_are_no_duplicates(orders: Orders) -> None:
+    orders.run(2)
+    orders.audit()
+    orders.sql("CREATE TABLE kept AS SELECT * FROM orders", "DROP TABLE orders", "ALTER TABLE kept RENAME TO orders")
+    report = orders.audit()
+    assert (report.verdict, report.counts.unexpected) == (Verdict.UNKNOWN, 2 * ROWS)
+    assert any("deleted and recreated" in u for u in report.unknowns)
+
+
+@pytest.mark.matrix
+def test_a_clock_that_jumps_orders_nothing(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders.run()
+    monkeypatch.setattr(time, "time_ns", lambda: 4_000_000_000 * 10**9)
+    orders.audit()
+    monkeypatch.setattr(time, "time_ns", lambda: 10**9)
+    orders.run()
+    report = orders.audit()
+    assert (report.verdict, report.counts) == (Verdict.HELD, clean(ROWS))
+    assert [s.sealed_at_ms for s in orders.seals()] == [4_000_000_000_000, 1000]
+
+
+@pytest.mark.matrix
+def test_a_log_made_anew_is_told_by_its_source(orders: Orders) -> None:
+    orders.run(2)
+    orders.audit()
+    shutil.rmtree(orders.folder / "log")
+    orders.sent = 0
+    orders.send()
+    report = orders.audit()
+    assert (report.verdict, report.counts) == (Verdict.HELD, Counts()), "no batch has read from the new log"
+    orders.sent = 2 * ROWS
+    report = orders.audit(full=True)
+    assert report.verdict is Verdict.UNKNOWN
+    assert len(orders.seals()) == 1
+
+
+@pytest.mark.matrix
+def test_a_seal_from_now_says_that_nobody_looked(orders: Orders) -> None:
+    orders.run(2)
+    report = orders.audit(from_now=True)
+    assert (report.verdict, report.counts) == (Verdict.UNKNOWN, Counts())
+    assert states(orders) == [(0, 1, Verdict.UNKNOWN, False)]
+    orders.run()
+    held = orders.audit()
+    assert (held.verdict, held.counts) == (Verdict.HELD, clean(ROWS))
+    assert "never audited: batches 0 to 1, 40 records: not audited before" in str(held)
+    total = orders.seals()[-1].total
+    assert (total.counts, orders.seals()[-1].account.total.count) == (clean(ROWS), 3 * ROWS)
+    again = orders.audit(since=2)
+    assert (again.verdict, again.counts) == (Verdict.HELD, clean(ROWS))
+    full = orders.audit(full=True)
+    assert (full.verdict, full.counts) == (Verdict.HELD, clean(3 * ROWS))
+    assert "never audited" not in str(full)
+    assert [s[:2] for s in states(orders)] == [(0, 1), (2, 2), (2, 2), (0, 2)]
+    assert orders.seals()[-1].total.counts == clean(3 * ROWS)
+
+
+@pytest.mark.matrix
+def test_since_a_batch_that_is_not_there(orders: Orders) -> None:
+    orders.run(2)
+    orders.audit()
+    (reason,) = orders.audit(since=2).unknowns
+    assert "Batch 2 is after the newest decided batch of sink 'orders', 1" in reason
+
+
+def test_batches_that_the_source_dropped_are_the_only_unknown_ones(orders: Orders) -> None:
+    orders.run()
+    orders.audit()
+    orders.run(3)
+    orders.drop(batch=2)
+    report = orders.audit()
+    assert (report.verdict, report.counts) == (Verdict.UNKNOWN, Counts(ROWS, 3 * ROWS, earlier=2 * ROWS)), report
+    (reason,) = report.unknowns
+    assert reason.startswith("batches 1 to 2 were not compared: the source had dropped their records.")
+    assert "it holds 40, all of them by count and fingerprint" in reason
+    assert states(orders) == [(0, 0, Verdict.HELD, True), (1, 2, Verdict.UNKNOWN, False), (3, 3, Verdict.HELD, True)]
+    orders.run()
+    held = orders.audit()
+    assert (held.verdict, held.counts) == (Verdict.HELD, clean(ROWS))
+    assert "never audited: batches 1 to 2, 40 records: the source had dropped their records" in str(held)
+    last = orders.seals()[-1]
+    assert last.total.counts == clean(3 * ROWS)
+    assert last.account.total.count - last.total.ledger.total.count == 2 * ROWS
+
+
+@pytest.mark.matrix
+def test_rows_that_are_missing_of_dropped_batches_are_lost(orders: Orders) -> None:
+    orders.run()
+    orders.audit()
+    orders.run(2)
+    orders.sql(DELETE.format(25))
+    orders.drop(batch=1)
+    report = orders.audit()
+    assert report.verdict is Verdict.BROKEN
+    assert states(orders) == [(0, 0, Verdict.HELD, True), (1, 1, Verdict.BROKEN, False), (2, 2, Verdict.HELD, True)]
+
+
+@pytest.mark.matrix
+def test_an_audit_killed_between_its_two_seals(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders.run()
+    orders.audit()
+    orders.run(3)
+    orders.drop(batch=2)
+    with monkeypatch.context() as patched:
+        crash(patched, "audit.seal:before", 2)
+        with pytest.raises(KeyboardInterrupt):
+            orders.audit()
+    assert states(orders) == [(0, 0, Verdict.HELD, True), (1, 2, Verdict.UNKNOWN, False)]
+    report = orders.audit()
+    assert (report.verdict, report.counts) == (Verdict.UNKNOWN, Counts(ROWS, 3 * ROWS, earlier=2 * ROWS)), report
+    assert states(orders)[2:] == [(3, 3, Verdict.HELD, True)]
+    orders.run()
+    held = orders.audit()
+    assert (held.verdict, held.counts) == (Verdict.HELD, clean(ROWS))
+    assert orders.seals()[-1].total.counts == clean(3 * ROWS)
+
+
+@pytest.mark.matrix
+def test_everything_was_dropped(orders: Orders) -> None:
+    orders.run(2)
+    orders.send()  # a log keeps its end
+    orders.drop(batch=1)
+    report = orders.audit()
+    assert (report.verdict, report.counts) == (Verdict.UNKNOWN, Counts(0, 2 * ROWS, earlier=2 * ROWS)), report
+    assert states(orders) == [(0, 1, Verdict.UNKNOWN, False)]
+    assert deliver(orders.pipeline()) == 1
+    held = orders.audit()
+    assert (held.verdict, held.counts) == (Verdict.HELD, clean(ROWS)), held
+
+
+@pytest.mark.matrix
+def test_batches_that_are_decided_while_the_cut_is_sought(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a record of the last sealed batch, which lies before the cut, is a duplicate nevertheless."""
+    orders.run()
+    position = SqliteScan.position
+
+    def moving(self: SqliteScan) -> Any:
+        at = position(self)
+        orders.run()
+        return at
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SqliteScan, "position", moving)
+        report = orders.audit()
+    assert report.verdict is Verdict.HELD, report
+    (seal,) = orders.seals()
+    assert seal.settled == seal.last - 1
+    assert seal.sink_end is not None and seal.sink_read is not None
+    assert seal.sink_end["rowid"] < seal.sink_read["rowid"]
+    batches, sealed = orders.sent // ROWS, seal.last + 1
+    held = orders.audit()
+    assert (held.verdict, held.counts.sent) == (Verdict.HELD, (batches - sealed) * ROWS), held
+    assert held.counts.lost == held.counts.duplicated == held.counts.unexpected == 0
+
+
+@pytest.mark.parametrize("record", sweep(["first", "last"], "first".__eq__))
+def test_a_copy_of_a_record_at_an_unsharp_cut(orders: Orders, monkeypatch: pytest.MonkeyPatch, record: str) -> None:
+    """Of the batch that was decided while the cut was sought: its rows lie behind the position that was read first."""
+    orders.run()
+    position, left = SqliteScan.position, [10]
+
+    def moving(self: SqliteScan) -> Any:
+        at = position(self)
+        if left[0]:
+            left[0] -= 1
+            orders.run()
+        return at
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SqliteScan, "position", moving)
+        orders.audit()
+    (seal,) = orders.seals()
+    assert seal.settled < seal.last
+    number = {"first": seal.settled * ROWS, "last": (seal.last + 1) * ROWS - 1}[record]
+    orders.sql(COPY.format(number))
+    orders.run()
+    report = orders.audit()
+    assert report.breaches == ["1 records are duplicated; exactly_once promises none"], report
+    assert report.counts.lost == report.counts.unexpected == 0
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
+def test_a_batch_in_flight_under_a_weaker_guarantee(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guarantee: str
+) -> None:
+    """Its rows show before its decision: no cut is possible, and the next audit reads the sink from the one before."""
+    monkeypatch.setattr(sealing, "_CUT_WAIT_S", 0.0)
+    orders = Orders(tmp_path, guarantee=guarantee)
+    orders.run(2)
+    assert orders.audit().verdict is Verdict.HELD
+    orders.run()
+    orders.send()
+    with pytest.raises(RuntimeError, match="half"):
+        deliver(orders.pipeline(), half)
+    report = orders.audit()
+    assert report.verdict is Verdict.HELD, report
+    first, second = orders.seals()
+    assert (second.last, second.settled, second.sink_end) == (2, first.settled, first.sink_end)
+    deliver(orders.pipeline())
+    orders.run()
+    report = orders.audit()
+    expected = 2 * ROWS
+    assert (report.verdict, report.counts.sent) == (Verdict.HELD, expected), report
+    third = orders.seals()[-1]
+    assert (third.first, third.last, third.settled) == (3, 4, 4)
