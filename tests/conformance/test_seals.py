@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.support.halted import killed
 from tests.support.sinks import SCHEMA, SINKS
 from tests.support.sweeps import sweep
 
@@ -17,6 +21,7 @@ from delivered.ledger import Ledger
 from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
+from delivered.model.step import Moment
 from delivered.model.work import Account, Begun, Decision, Failed, Ok, Outcome, Owner
 
 STORES = [
@@ -159,3 +164,64 @@ def test_of_two_audits_at_once_one_wins(name: str, request: pytest.FixtureReques
         winners.append(text(SINK, number, won[0]))
     assert list(ledger.seals(SINK)) == winners
     ledger.close()
+
+
+AUDIT = """
+import pickle, sys
+from pathlib import Path
+from delivered.crash import install_from_environment
+from delivered.engine.context import open_ledger
+sink, scope, number, text = pickle.loads(Path(sys.argv[1]).read_bytes())
+install_from_environment()
+open_ledger(sink, scope).add_seal(scope.sink, number, text)
+"""
+CRASHES = [(name, m) for name in STORES if not name.startswith(("memory", "iceberg-rest")) for m in Moment]
+
+
+@pytest.mark.parametrize(("name", "moment"), sweep(CRASHES, lambda name, _: name == "sqlite"))
+def test_an_audit_killed_at_its_seal_leaves_a_seal_or_none(
+    name: str, moment: Moment, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    sink, pipeline = ready(name, request)
+    scope = Scope(pipeline, SINK, "i0")
+    owner_of(sink, scope, "a").close()
+    ledger = open_ledger(sink, scope)
+    assert ledger.add_seal(SINK, 0, text(SINK, 0)) == Ok(None)
+    given = tmp_path / "audit.pickle"
+    given.write_bytes(pickle.dumps((sink, scope, 1, text(SINK, 1))))
+    killed([sys.executable, "-c", AUDIT, str(given)], f"audit.seal:{moment}", tmp_path)
+    there = [text(SINK, n) for n in range(2 if moment is Moment.AFTER else 1)]
+    assert list(ledger.seals(SINK)) == there
+    assert ledger.last_seal(SINK) == there[-1]
+    number = len(there)
+    assert ledger.add_seal(SINK, number, text(SINK, number, "next")) == Ok(None), "the next audit goes on"
+    ledger.close()
+
+
+def _killed_server(name: str, request: pytest.FixtureRequest) -> tuple[Sink, Any]:
+    if name == "kafka":
+        from delivered.connectors.kafka import CONNECTOR
+
+        kafka = request.getfixturevalue("mortal_kafka")
+        return CONNECTOR.sink({"kafka.bootstrap.servers": kafka.bootstrap, "topic": kafka.topic()}), kafka.broker
+    server = request.getfixturevalue(f"new_{name}")()
+    return server.sink(), server.broker
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["kafka", "postgres", "mysql"])
+def test_seals_survive_a_kill_of_their_server(name: str, request: pytest.FixtureRequest) -> None:
+    sink, broker = _killed_server(name, request)
+    sink.ready_target(SCHEMA)
+    scope = Scope(f"sealed{next(_numbers)}", SINK, "i0")
+    owner_of(sink, scope, "a").close()
+    for number in range(3):
+        ledger = open_ledger(sink, scope)
+        assert ledger.add_seal(SINK, number, text(SINK, number)) == Ok(None)
+        broker.kill()
+        broker.restart()
+        assert ledger.last_seal(SINK) == text(SINK, number), "on connections of before"
+        ledger.close()
+        ledger = open_ledger(sink, scope)
+        assert list(ledger.seals(SINK)) == [text(SINK, n) for n in range(number + 1)]
+        ledger.close()
