@@ -66,17 +66,18 @@ class SealFiles:
             newest: reads what the table's metadata names now.
             move: (from, to): names another seal there, if it still names the one before it.
         """
-        before = newest()
+        named = newest()
+        before = next((at for at, _, _ in self._last(named)), NONE)
         if number != before.number + 1:
-            return Ok(None) if self._is(before, number, text) else not_next(sink, number, before.number)
+            return Ok(None) if self._is(named, number, text) else not_next(sink, number, before.number)
         after = before.then(text)
         name = self._name(after, before)
         self._store.put(name, text.encode())
-        outcome = move(before, after)
+        outcome = move(named, after)
         if not isinstance(outcome, Failed):
             return outcome
         now = newest()
-        if now.number <= before.number:
+        if now == named:
             return outcome
         if self._is(now, number, text):  # another audit proved the same
             return Ok(None)
@@ -84,11 +85,11 @@ class SealFiles:
         return not_next(sink, number, now.number)
 
     def last(self, newest: At) -> str | None:
-        """Raises InvariantBroken: it is missing, or is not what was sealed."""
-        for at, before, name in self._names(newest, newest.number):
+        """The newest one that is there. Raises InvariantBroken: it is not what was sealed."""
+        for at, before, name in self._last(newest):
             text = (self._store.get(name) or b"").decode()
             if At(at.number - 1, before).then(text) != at:
-                raise _damaged(at, name, "changed" if text else "missing")
+                raise InvariantBroken("SEAL_FILE_CHANGED", number=at.number, name=name)
             return text
         return None
 
@@ -107,11 +108,12 @@ class SealFiles:
         names = self._names(newest, first)[::-1]
         with ThreadPoolExecutor(min(_PARALLEL, len(names) or 1)) as pool:
             contents = pool.map(self._store.get, [name for *_, name in names])
-            for (at, _, name), data in zip(names, contents, strict=True):
-                if data is None and at == newest:
-                    raise _damaged(at, name, "missing")
+            for (at, _, _), data in zip(names, contents, strict=True):
                 if data is not None:
                     yield at, data.decode()
+
+    def _last(self, newest: At) -> list[_Found]:
+        return self._names(newest, newest.number) or self._names(newest, 0)
 
     def _names(self, newest: At, first: int) -> list[_Found]:
         """Files of the chain, newest first, down to a number."""
@@ -119,12 +121,10 @@ class SealFiles:
         files: dict[int, list[_Found]] = {}
         wanted: int | None = newest.digest
         for number in range(newest.number, max(first, 0) - 1, -1):
-            if not found or (number + 1) % _BLOCK == 0:
+            if number == newest.number or (number + 1) % _BLOCK == 0:
                 files = self._listed(number // _BLOCK)
             fitting = [f for f in files.get(number, ()) if wanted in (None, f[0].digest)]
             if not fitting:
-                if number == newest.number:
-                    raise _damaged(newest, f"{self._folder}/*/{number:010d}-{newest.digest:016x}-*.json", "missing")
                 wanted = None
                 continue
             at, wanted, name = fitting[0]
@@ -142,7 +142,3 @@ class SealFiles:
 
     def _name(self, at: At, before: At) -> str:
         return f"{self._folder}/{at.number // _BLOCK:07d}/{at.number:010d}-{at.digest:016x}-{before.digest:016x}.json"
-
-
-def _damaged(at: At, name: str, state: str) -> InvariantBroken:
-    return InvariantBroken("SEAL_DAMAGED", number=at.number, name=name, state=state)
