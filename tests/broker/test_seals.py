@@ -13,7 +13,7 @@ from tests.broker.sink_help import FIRST, Forger, Rig, decision, store_of, wait_
 from tests.support.servers import Kafka, Mysql, Postgres
 
 from delivered.clients.kafka.transactions import initialise
-from delivered.connectors.kafka import seals
+from delivered.connectors.kafka import seals, topics
 from delivered.connectors.kafka.seals import Seals
 from delivered.connectors.kafka.topics import HISTORY_PARTITION, Keys
 from delivered.connectors.kafka.writes import Again, LedgerProducer, holders
@@ -82,8 +82,8 @@ def test_an_open_transaction_of_another_application_hides_no_seal(rig: Rig, open
 def test_the_newest_seal_is_found_from_the_end(
     rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind more decisions than are read first; and one that was sealed long ago is known, too."""
-    monkeypatch.setattr(seals, "_WINDOW", 3)
+    """Behind more decisions than are read first; and one that was sealed long ago is known, too. So are decisions."""
+    monkeypatch.setattr(topics, "NEWEST_OFFSETS", 3)
     one = opened()
     one.claim(FIRST)
     for number in range(3):
@@ -94,6 +94,9 @@ def test_the_newest_seal_is_found_from_the_end(
     assert opened().add_seal(SINK, 0, text(0)) == Ok(None)
     assert isinstance(opened().add_seal(SINK, 0, text(0, "broken")), Failed)
     assert opened().add_seal(SINK, 3, text(3)) == Ok(None)
+    assert [d.batch for d in opened().history()] == [*range(6)]
+    fresh = [*topics.starts_from_the_end(40)]
+    assert fresh == [37, 16, 0]
 
 
 @pytest.mark.parametrize("sent", [True, False])

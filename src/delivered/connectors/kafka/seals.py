@@ -30,6 +30,7 @@ from delivered.connectors.kafka.topics import (
     barrier,
     damaged,
     id_prefix,
+    starts_from_the_end,
 )
 from delivered.connectors.kafka.writes import (
     LEDGER_TRANSACTION_TIMEOUT_S,
@@ -44,9 +45,6 @@ from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECOVERY_WAIT_S
 from delivered.model.work import Failed, Ok, Outcome, Unknown
-
-_WINDOW = 4_000
-"""Offsets read first for the newest seal: a thousand decisions, each with the end of its transaction, twice."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +85,12 @@ class Seals:
             current = holders(self._wire, [self._id])
         except NoTopic:
             return Chain()
-        window = _WINDOW if newest else end
-        while True:
-            start = max(0, max(end, reach) - window)
+        records: list[Record] = []
+        for start in starts_from_the_end(max(end, reach)) if newest else (0,):
             records = self._records(start, reach, current)
-            if start == 0 or any(r.producer in (current or ()) for r in records):
-                return self._counted(records, current)
-            window *= 8
+            if any(r.producer in (current or ()) for r in records):
+                break
+        return self._counted(records, current)
 
     def add(self, number: int, text: str) -> Outcome[None]:
         """See `delivered.ledger.Store.add_seal`.

@@ -36,6 +36,7 @@ from delivered.connectors.kafka.topics import (
     id_prefix,
     is_moved,
     ledger_topic,
+    starts_from_the_end,
 )
 from delivered.connectors.kafka.writes import (
     LEDGER_TRANSACTION_TIMEOUT_S,
@@ -376,20 +377,31 @@ class KafkaStore:
         return Ok(None)
 
     def history(self) -> Iterator[Decision]:
-        kept: dict[bytes, bytes] = {}
-        reader = CommittedReader(self._wire, self._topic, HISTORY_PARTITION)
-        starts = tuple(key[:-1] + b"," for key in self._keys.both("kept", self._scope.incarnation))
+        found: dict[int, Decision] = {}
         trust = self._trust or self._read_trust()
         try:
-            for record in reader.read(time.monotonic() + RECOVERY_WAIT_S, ours=lambda r: r.key.startswith(starts)):
-                ours = record.key.startswith(starts) and trust.holds(record, HISTORY_PARTITION)
-                if ours and record.value is not None:
-                    kept[record.key] = record.value
+            # From the end: the seals of audits, which are there for ever, lie between the decisions.
+            for start in starts_from_the_end(CommittedReader(self._wire, self._topic, HISTORY_PARTITION).end()):
+                found = self._history(start, trust)
+                if found and len(found) == min(max(found) + 1, LEDGER_HISTORY_BATCHES):
+                    break
         except NoAnswer as error:
             raise self._unreadable(error) from None
+        yield from (found[batch] for batch in sorted(found))
+
+    def _history(self, start: int, trust: Trust) -> dict[int, Decision]:
+        """The decisions kept from an offset on, by batch."""
+        kept: dict[bytes, bytes] = {}
+        reader = CommittedReader(self._wire, self._topic, HISTORY_PARTITION)
+        reader.position = start
+        starts = tuple(key[:-1] + b"," for key in self._keys.both("kept", self._scope.incarnation))
+        for record in reader.read(time.monotonic() + RECOVERY_WAIT_S, ours=lambda r: r.key.startswith(starts)):
+            ours = record.key.startswith(starts) and trust.holds(record, HISTORY_PARTITION)
+            if ours and record.value is not None:
+                kept[record.key] = record.value
         found = {d.batch: d for d in map(Decision.from_json, kept.values()) if d.scope == self._scope}
         horizon = max(found, default=0) - LEDGER_HISTORY_BATCHES  # keys of an earlier release are not reused
-        yield from (found[batch] for batch in sorted(found) if batch > horizon)
+        return {batch: decision for batch, decision in found.items() if batch > horizon}
 
     def others(self) -> list[OtherLedger]:
         """Skips topics that this user may not read."""
