@@ -10,6 +10,7 @@ import pytest
 from deltalake import DeltaTable
 from tests.support.iceberg import before_commit, sink_at, theirs  # noqa: F401 - a fixture
 from tests.support.sinks import SCHEMA, Rig
+from tests.support.tables import SCOPE, decision
 
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.contract.sink import Sink
@@ -17,10 +18,7 @@ from delivered.engine.context import open_ledger
 from delivered.kits.table import seals
 from delivered.ledger import Ledger
 from delivered.model.errors import InvariantBroken
-from delivered.model.identity import Scope
 from delivered.model.work import Failed, Ok, Outcome, Owner, Unknown
-
-SCOPE = Scope("orders", "sink", "i0")
 
 
 def text(number: int, what: str = "held") -> str:
@@ -113,9 +111,7 @@ def test_a_delta_seal_meets_claims_and_decisions_of_an_upsert(tmp_path: Path, in
         return ask()
 
     in_commit(sealing)
-    from tests.conformance.test_seals import decision
-
-    assert owner.decide(decision(SCOPE, 0, 1)) == Ok(None)
+    assert owner.decide(decision(0)) == Ok(None)
     assert done == [Ok(None)]
     in_commit(lambda ask: (owner.claim(Owner("a", "host", 1, 2)), ask())[1])
     assert audit.add_seal("sink", 1, text(1)) == Ok(None)
