@@ -247,6 +247,7 @@ class Reading:
         start: of its query; None: unknown.
         rejects: records that cannot be decoded do not fail the read.
         raw: a source that decodes records passes on their bytes too.
+        ends: nothing is read beyond what is there at the first request.
     """
 
     checkpoint: str | None = None
@@ -258,6 +259,7 @@ class Reading:
     start: str | None = None
     rejects: bool = False
     raw: bool = False
+    ends: bool = False
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> tuple[Reading, dict[str, str]]:

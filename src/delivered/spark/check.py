@@ -24,6 +24,7 @@ from delivered.model.work import Arbiter, DriverAddress, Owner
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.pipeline.transform import changing_in_sql
+from delivered.spark.compat import LOCAL_SOCKETS, parsed
 from delivered.spark.internals import Setting, from_arrow, is_connect, is_deterministic, jvm_of, sql_error, to_arrow
 from delivered.spark.rows import apply_transform, own_views, projected
 
@@ -52,14 +53,15 @@ def _findings(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
 
 
 def cannot_restart(sources: Collection[str], version: str) -> Refused | None:
-    """Why this version of Spark cannot restart a query with named sources; None: it can.
+    """Why this version of Spark has no named sources, or cannot restart a query with them; None: it can.
 
     Spark 4.2 expects the number of state partitions in the offset log, which its format 2 does not hold: a start whose
     newest batch is not finished ends with "None.get".
     """
-    if set(sources) == {SOURCE} or not version.startswith("4.2."):
+    if set(sources) == {SOURCE} or parsed(version) > (4, 2):
         return None
-    return Refused("SOURCES_SPARK_VERSION", version=version, sources=", ".join(sorted(sources)))
+    lacks = "RESTART" if parsed(version) == (4, 2) else "NAMES"
+    return Refused(f"SOURCES_SPARK_VERSION.{lacks}", version=version, sources=", ".join(sorted(sources)))
 
 
 def advice(setting: Callable[[str], str | None]) -> dict[str, str]:
@@ -69,7 +71,7 @@ def advice(setting: Callable[[str], str | None]) -> dict[str, str]:
         setting: the session's value of a key, None if unset.
     """
     codes = []
-    if os.name == "posix" and str(setting(Setting.LOCAL_SOCKETS)).lower() != "true":
+    if LOCAL_SOCKETS and os.name == "posix" and str(setting(Setting.LOCAL_SOCKETS)).lower() != "true":
         codes.append("WORKERS_OVER_TCP")  # decision 043: 200 tasks take 4.3 s instead of 6.7 s
     if os.name == "posix" and not setting(Setting.DAEMON):
         codes.append("WORKERS_IMPORT")  # decision 064

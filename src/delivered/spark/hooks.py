@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from delivered.model.errors import Refused
 from delivered.model.translate import from_our_code, translated, worker_death
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import PREFIX, connector
@@ -37,6 +38,7 @@ from delivered.pipeline.spec import CHECKPOINT, OPTION, Envelope, IdiomStart, St
 from delivered.source import spark_metrics
 from delivered.spark import internals
 from delivered.spark.check import check_executors
+from delivered.spark.compat import ADMITS
 from delivered.spark.internals import FORMAT_NOT_FOUND, PYTHON_STREAM, StreamWrite, make_active, session_of
 from delivered.spark.settings import same_shards, uncoalesced
 
@@ -213,6 +215,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         if write is not None and _is_idiom(write):
             _check(spark, write)
             check_executors(spark, write.options)
+            _check_available_now(self, write)
             self.option(OPTION, Envelope(IdiomStart(uuid.uuid4().hex)).encode())
             _pass_checkpoint(self, write)
         with _same_shards(spark, write):
@@ -274,6 +277,18 @@ def _check(spark: Any, write: StreamWrite) -> None:
             raise ours from None
         # The start reports Spark's own errors again.
         log.debug("skipped the check before the start: %s", error)
+
+
+def _check_available_now(writer: Any, write: StreamWrite) -> None:
+    """
+    Raises:
+        Refused: this Spark would end the query after one batch, whose size a source limits.
+    """
+    if ADMITS or not write.available_now:
+        return
+    for name, options in internals.stream_sources(writer):
+        if name.startswith(PREFIX) and (rows := Endpoint(name, options).source().rows_per_batch_max) is not None:
+            raise Refused("AVAILABLE_NOW_LIMIT", version=session_of(writer).version, source=name, rows=rows)
 
 
 def _pass_checkpoint(writer: Any, write: StreamWrite) -> None:

@@ -184,7 +184,10 @@ def session_of(holder: Any) -> Any:
 @_touches("pyspark.sql.pandas.types.to_arrow_schema", "no format has columns")
 def to_arrow(schema: StructType) -> pa.Schema:
     """Timestamps are in UTC."""
-    columns: pa.Schema = import_module("pyspark.sql.pandas.types").to_arrow_schema(schema, timezone="UTC")
+    from delivered.spark.compat import ADMITS
+
+    zone = {"timezone": "UTC"} if ADMITS else {}  # earlier versions know no other
+    columns: pa.Schema = import_module("pyspark.sql.pandas.types").to_arrow_schema(schema, **zone)
     return columns
 
 
@@ -359,12 +362,14 @@ class StreamWrite:
     Attributes:
         options: as given, keys in any case, including `queryName`.
         columns: the schema as JSON; a callable, since Connect must ask the server.
+        available_now: the query ends once it has read what is there.
     """
 
     format: str
     options: Mapping[str, str]
     output_mode: str
     columns: Callable[[], str]
+    available_now: bool = False
 
 
 @_touches("DataStreamWriter._jwrite, _df, _write_proto, _write_stream", "queries start unchecked")
@@ -379,10 +384,12 @@ def stream_write(writer: Any) -> StreamWrite:
             return str(frame(writer._write_stream._child, writer._session).schema.json())
 
         format_ = FOREACH_BATCH if proto.HasField("foreach_batch") else proto.format
-        return StreamWrite(format_, options, proto.output_mode or "append", columns)
-    source, mode, extra = (_java_field(writer._jwrite, n) for n in ("source", "outputMode", "extraOptions"))
+        return StreamWrite(format_, options, proto.output_mode or "append", columns, bool(proto.available_now))
+    fields = ("source", "outputMode", "extraOptions", "trigger")
+    source, mode, extra, trigger = (_java_field(writer._jwrite, n) for n in fields)
     options = dict(writer._spark._jvm.scala.jdk.javaapi.CollectionConverters.asJava(extra.originalMap()))
-    return StreamWrite(source, options, str(mode.toString()), writer._df.schema.json)
+    available_now = str(trigger.toString()).startswith("AvailableNow")
+    return StreamWrite(source, options, str(mode.toString()), writer._df.schema.json, available_now)
 
 
 @_touches("StreamingRelationV2; Connect: _format and _options of a plan", "reports show no name of a source")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from delivered.checkpoint import sidecar
 from delivered.checkpoint.sidecar import Landmarks, PlainDriver, put_task_file, stream_driver
@@ -16,6 +15,13 @@ from delivered.engine.transform import encode, pack_rejected, pack_slice, source
 from delivered.model.limits import LANDMARK_EVERY_S, LANDMARK_IDLE_EVERY_S
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
+from delivered.spark.compat import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+    asked_without_start,
+)
 from delivered.spark.internals import running_batch
 from delivered.spark.task import arm, running_task
 
@@ -48,6 +54,7 @@ def read_slice(
     reach(StepId.SOURCE_READ, Moment.AFTER)
 
 
+@asked_without_start
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Lives in one process per query on the driver; tasks get copies without a connection."""
 
@@ -69,6 +76,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._opened = stream_driver(self._source, self._reading.checkpoint, name=self._reading.source)
         return self._opened
 
+    def new_query_of(self) -> str | None:
+        """The checkpoint of the query, if known."""
+        return self._reading.checkpoint
+
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         driver = self._driver
         # Batch 0 may run again: its start is fixed the first time, whatever "latest" is by then.
@@ -89,6 +100,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         in_query()
+        if self._reading.ends and not self._ends:
+            self.prepareForTriggerAvailableNow()
         if self._reading.drain is not None and self._reading.drain.is_requested:
             end = start
         else:

@@ -36,6 +36,7 @@ from delivered.pipeline.registry import connectors
 from delivered.pipeline.spec import Sender
 from delivered.prefork import start_server, worker_python
 from delivered.spark.check import OUR_DAEMON, advice, owners
+from delivered.spark.compat import LOCAL_SOCKETS
 from delivered.spark.formats import DeliveredDataSource
 from delivered.spark.hooks import install
 from delivered.spark.internals import TASK_MODULE, WORKER_MODULES, Setting, active, jvm_of, make_active
@@ -175,7 +176,7 @@ def with_archive(conf: Mapping[str, str]) -> dict[str, str]:
 def local_sockets() -> dict[str, str]:
     """Local sockets between JVM and workers on this machine: over TCP every Python task waits about 40 ms for a delayed
     acknowledgement. They go to a folder of this process, because Spark does not delete them."""
-    if os.name != "posix" or len(tempfile.gettempdir()) > _TEMPORARY_LENGTH_MAX:
+    if not LOCAL_SOCKETS or os.name != "posix" or len(tempfile.gettempdir()) > _TEMPORARY_LENGTH_MAX:
         return {}
     folder = tempfile.mkdtemp(prefix="delivered-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -29,12 +29,13 @@ from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.identity import SOURCE
 from delivered.model.rows import OnBadRow
 from delivered.model.translate import translated
-from delivered.pipeline.definition import Definition
+from delivered.pipeline.definition import AVAILABLE_NOW, Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import for_start, unfit_for_unfinished
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, Drain, Envelope, PipelineSpec, Reading
 from delivered.spark.check import cannot_restart, check_executors
+from delivered.spark.compat import ADMITS, start_available_now
 from delivered.spark.foreach import format_of, save_batch
 from delivered.spark.internals import (
     IDLE,
@@ -206,6 +207,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streami
         spec = replace(spec, direct=dumps(Direct(only, arrow_transform(pipeline.transform), rejects)))
     else:
         spec = replace(spec, rejects=_decodes(spec, sources.values()))
+    ends = pipeline.trigger == AVAILABLE_NOW and all(s is not None for s in sources.values())
     reading = Reading(
         spec.checkpoint,
         drain,
@@ -214,6 +216,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streami
         start=spec.start,
         rejects=spec.rejects,
         raw=spec.rejects and pipeline.transform.isolates,
+        ends=ends and not ADMITS,
     )
     read = {
         n: _read(spark, replace(reading, source=n, until=pipeline.until.get(n)), e).load() for n, e in endpoints.items()
@@ -231,7 +234,11 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streami
     sinks = spec.open()
     keep_decider(pipeline.checkpoint, sinks.decider.name, several=len(sinks.members) > 1)
     with batches_fit_for(spark, frame.schema):
-        query = writer.queryName(pipeline.name).trigger(**pipeline.trigger.for_spark()).start()
+        writer = writer.queryName(pipeline.name)
+        if pipeline.trigger == AVAILABLE_NOW:
+            query = start_available_now(writer, ends=ends)
+        else:
+            query = writer.trigger(**pipeline.trigger.for_spark()).start()
     if pipeline.lineage:
         from delivered.spark.listener import follow
 

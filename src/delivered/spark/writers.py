@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from delivered.engine.shard import may_send, write_shard
 from delivered.engine.sinks import Sinks
@@ -22,6 +22,7 @@ from delivered.model.patience import in_query
 from delivered.model.rows import OnBadRow, Rows
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import BatchPlan, CheckpointView, ShardMessage, Tolerance
+from delivered.spark.compat import StreamArrowWriter
 from delivered.spark.internals import running_batch
 from delivered.spark.task import arm, running_task
 
@@ -131,7 +132,7 @@ class BatchOfQuery(Recovering):
             find_runner(self._spec, self._sinks, plan.scope.incarnation).abort(shards)
 
 
-class StreamWriter(BatchOfQuery, DataSourceStreamArrowWriter):
+class StreamWriter(BatchOfQuery, StreamArrowWriter):
     """One object per batch. Spark creates it twice: where it plans the batch, and where it commits."""
 
     _stays = ("_spec",)

@@ -18,7 +18,6 @@ import pyarrow as pa
 from pyarrow import fs
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, SupportsTriggerAvailableNow
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from delivered.audit.request import Positions
@@ -26,6 +25,13 @@ from delivered.checkpoint.folder import batch_metadata, open_folder
 from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.errors import InvariantBroken
+from delivered.spark.compat import (
+    ReadAllAvailable,
+    ReadLimit,
+    SupportsTriggerAvailableNow,
+    asked_without_start,
+    start_available_now,
+)
 from delivered.spark.internals import Setting, active, from_arrow
 from delivered.spark.settings import with_setting
 
@@ -70,6 +76,7 @@ class _Slice(InputPartition):
         self.piece = piece
 
 
+@asked_without_start
 class ScriptReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads from `start` to each of `ends`, one per batch. Spark asks once per batch, in one process per query."""
 
@@ -83,6 +90,9 @@ class ScriptReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None, "_ends": []}
+
+    def new_query_of(self) -> None:
+        """It never restarts."""
 
     def initialOffset(self) -> Offsets:  # noqa: N802
         return self._start
@@ -196,7 +206,7 @@ def replay(
                 df.write.format("noop").mode("overwrite").save()  # its state is needed
 
         writer = frame.writeStream.outputMode(script.output_mode).foreachBatch(keep)
-        query = writer.option("checkpointLocation", f"{folder}/checkpoint").trigger(availableNow=True).start()
+        query = start_available_now(writer.option("checkpointLocation", f"{folder}/checkpoint"))
         try:
             while not query.awaitTermination(_PROGRESS_S):
                 if (done := query.lastProgress) is not None:

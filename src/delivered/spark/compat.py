@@ -1,0 +1,143 @@
+"""What differs between versions of Spark: the only module that asks which one it is.
+
+| Spark | what it lacks, and what that costs |
+|---|---|
+| 4.1 | a stream is asked for its end without its start and without a limit: the reader remembers where it is. |
+| | Available-now is one batch to the end. A `Pipeline` with a limit runs batch after batch until it has read what was |
+| | there at its start; a query of the Spark API with both is refused (`AVAILABLE_NOW_LIMIT`). Sources have no names, |
+| | so a query has one. Progress shows no lag |
+| 4.0 | sockets on this machine between JVM and workers are TCP |
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import pyspark
+from pyspark.sql import datasource
+
+from delivered.checkpoint.folder import logged
+from delivered.model.errors import InvariantBroken, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+    from pyspark.sql.streaming.query import StreamingQuery
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+SPARK_VERSION_MIN = "4.0"
+_POLL_S = 0.02
+
+R = TypeVar("R", bound="type[DataSourceStreamReader]")
+
+
+def parsed(version: str) -> tuple[int, int]:
+    """(4, 2) of "4.2.1", and of what vendors make of it: "4.2.1-amzn-0"."""
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
+
+
+VERSION = parsed(pyspark.__version__)
+if parsed(SPARK_VERSION_MIN) > VERSION:
+    raise Refused("SPARK_VERSION", version=pyspark.__version__, version_min=SPARK_VERSION_MIN)
+
+ADMITS = VERSION >= (4, 2)
+"""Spark asks a stream with its start and a limit, and runs available-now in several batches."""
+LOCAL_SOCKETS = VERSION >= (4, 1)
+
+if ADMITS:
+    from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+else:
+
+    class ReadLimit:  # type: ignore[no-redef]
+        """See `pyspark.sql.streaming.datasource`."""
+
+    class ReadAllAvailable(ReadLimit):  # type: ignore[no-redef]
+        """See `pyspark.sql.streaming.datasource`."""
+
+    @dataclass
+    class ReadMaxRows(ReadLimit):  # type: ignore[no-redef]
+        """See `pyspark.sql.streaming.datasource`."""
+
+        max_rows: int
+
+    class SupportsTriggerAvailableNow:  # type: ignore[no-redef]
+        """See `pyspark.sql.streaming.datasource`."""
+
+
+if TYPE_CHECKING:
+    from pyspark.sql.datasource import DataSourceStreamArrowWriter as StreamArrowWriter
+else:
+    # Spark 4.0 passes Arrow to a stream's writer if it is also one for batches.
+    StreamArrowWriter = getattr(
+        datasource,
+        "DataSourceStreamArrowWriter",
+        type("StreamArrowWriter", (datasource.DataSourceStreamWriter, datasource.DataSourceArrowWriter), {}),
+    )
+
+__all__ = ["ReadAllAvailable", "ReadLimit", "ReadMaxRows", "StreamArrowWriter", "SupportsTriggerAvailableNow"]
+
+
+class _Remembering:
+    """Puts the start into the calls of a Spark that does not pass it.
+
+    Spark asks in one process for each query, which ends with it. After a restart it first asks for the partitions of
+    the newest batch that it logged, or of none behind it; a new query begins with its first end. Each end is the start
+    of the next batch.
+    """
+
+    _at: dict[str, Any] | None = None
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        at: dict[str, Any] = super().initialOffset()  # type: ignore[misc]
+        self._at = at
+        return at
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        self._at = end
+        found: Sequence[InputPartition] = super().partitions(start, end)  # type: ignore[misc]
+        return found
+
+    def latestOffset(self) -> dict[str, Any]:  # noqa: N802
+        if self._at is None:
+            checkpoint = self.new_query_of()  # type: ignore[attr-defined]
+            if checkpoint is not None and logged(checkpoint)[1] is not None:
+                raise InvariantBroken("START_UNKNOWN", version=pyspark.__version__, checkpoint=checkpoint)
+            self._at = super().initialOffset()  # type: ignore[misc]
+        limit = self.getDefaultReadLimit()  # type: ignore[attr-defined]
+        self._at = super().latestOffset(self._at, limit)  # type: ignore[misc]
+        return self._at
+
+
+def asked_without_start(reader: R) -> R:
+    """The class of a stream's reader, as this Spark calls it."""
+    if ADMITS:
+        return reader
+    return cast("R", type(reader.__name__, (_Remembering, reader), {"__module__": reader.__module__}))
+
+
+def start_available_now(writer: DataStreamWriter, *, ends: bool = True) -> StreamingQuery:
+    """Start a query that ends once it has read what was there at its start.
+
+    Args:
+        ends: its source offers nothing beyond, in batch after batch, by itself.
+    """
+    if ADMITS or not ends:
+        return writer.trigger(availableNow=True).start()
+    query = writer.trigger(processingTime="0 seconds").start()
+    threading.Thread(target=_stop_idle, args=(query,), daemon=True, name="delivered-available-now").start()
+    return query
+
+
+def _stop_idle(query: StreamingQuery) -> None:
+    """A source that offers nothing beyond its first end has no more batch once a trigger found no data."""
+    while query.isActive:
+        if query.status["message"] == "Waiting for data to arrive":
+            query.stop()
+            return
+        time.sleep(_POLL_S)
