@@ -3,9 +3,8 @@
 | Spark | what it lacks, and what that costs |
 |---|---|
 | 4.1 | a stream is asked for its end without its start and without a limit: the reader remembers where it is. |
-| | Available-now is one batch to the end. A `Pipeline` with a limit runs batch after batch until it has read what was |
-| | there at its start; a query of the Spark API with both is refused (`AVAILABLE_NOW_LIMIT`). Sources have no names, |
-| | so a query has one. Progress shows no lag |
+| | Available-now is one batch to the end: a query whose source limits batches runs without it until it has read what |
+| | was there at its start. Sources have no names, so a pipeline has one. Progress shows no lag |
 | 4.0 | sockets on this machine between JVM and workers are TCP |
 """
 
@@ -91,27 +90,27 @@ class _Remembering:
     of the next batch.
     """
 
-    _at: dict[str, Any] | None = None
+    _known_end: dict[str, Any] | None = None
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         at: dict[str, Any] = super().initialOffset()  # type: ignore[misc]
-        self._at = at
+        self._known_end = at
         return at
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        self._at = end
+        self._known_end = end
         found: Sequence[InputPartition] = super().partitions(start, end)  # type: ignore[misc]
         return found
 
     def latestOffset(self) -> dict[str, Any]:  # noqa: N802
-        if self._at is None:
+        if self._known_end is None:
             checkpoint = self.new_query_of()  # type: ignore[attr-defined]
             if checkpoint is not None and logged(checkpoint)[1] is not None:
                 raise InvariantBroken("START_UNKNOWN", version=pyspark.__version__, checkpoint=checkpoint)
-            self._at = super().initialOffset()  # type: ignore[misc]
+            self._known_end = super().initialOffset()  # type: ignore[misc]
         limit = self.getDefaultReadLimit()  # type: ignore[attr-defined]
-        self._at = super().latestOffset(self._at, limit)  # type: ignore[misc]
-        return self._at
+        self._known_end = super().latestOffset(self._known_end, limit)  # type: ignore[misc]
+        return self._known_end
 
 
 def asked_without_start(reader: R) -> R:
@@ -130,8 +129,13 @@ def start_available_now(writer: DataStreamWriter, *, ends: bool = True) -> Strea
     if ADMITS or not ends:
         return writer.trigger(availableNow=True).start()
     query = writer.trigger(processingTime="0 seconds").start()
-    threading.Thread(target=_stop_idle, args=(query,), daemon=True, name="delivered-available-now").start()
+    stop_when_read(query)
     return query
+
+
+def stop_when_read(query: StreamingQuery) -> None:
+    """End a query, from a thread of its own, once its source offers nothing beyond what it has read."""
+    threading.Thread(target=_stop_idle, args=(query,), daemon=True, name="delivered-available-now").start()
 
 
 def _stop_idle(query: StreamingQuery) -> None:

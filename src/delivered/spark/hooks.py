@@ -34,11 +34,11 @@ from delivered.model.errors import Refused
 from delivered.model.translate import from_our_code, translated, worker_death
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import PREFIX, connector
-from delivered.pipeline.spec import CHECKPOINT, OPTION, Envelope, IdiomStart, StartCheck
+from delivered.pipeline.spec import CHECKPOINT, OPTION, Envelope, IdiomStart, Reading, StartCheck
 from delivered.source import spark_metrics
 from delivered.spark import internals
 from delivered.spark.check import check_executors
-from delivered.spark.compat import ADMITS
+from delivered.spark.compat import ADMITS, stop_when_read
 from delivered.spark.internals import FORMAT_NOT_FOUND, PYTHON_STREAM, StreamWrite, make_active, session_of
 from delivered.spark.settings import same_shards, uncoalesced
 
@@ -215,11 +215,15 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         if write is not None and _is_idiom(write):
             _check(spark, write)
             check_executors(spark, write.options)
-            _check_available_now(self, write)
             self.option(OPTION, Envelope(IdiomStart(uuid.uuid4().hex)).encode())
             _pass_checkpoint(self, write)
+        ends = write is not None and _read_to_its_end(self, write)
+        if ends:
+            self.trigger(processingTime="0 seconds")
         with _same_shards(spark, write):
             query = original(self, path, partitionBy=partitionBy)
+        if ends:
+            stop_when_read(query)
         if names := _sources(self):
             _descriptions[str(query.runId)] = names
             while len(_descriptions) > _DESCRIPTIONS_MAX:
@@ -279,16 +283,24 @@ def _check(spark: Any, write: StreamWrite) -> None:
         log.debug("skipped the check before the start: %s", error)
 
 
-def _check_available_now(writer: Any, write: StreamWrite) -> None:
-    """
+def _read_to_its_end(writer: Any, write: StreamWrite) -> bool:
+    """Whether this Spark would end the query after one batch, whose size its source limits: then the source is told to
+    offer nothing beyond what is there now, in any number of batches.
+
     Raises:
-        Refused: this Spark would end the query after one batch, whose size a source limits.
+        Refused: there are several sources.
     """
     if ADMITS or not write.available_now:
-        return
-    for name, options in internals.stream_sources(writer):
+        return False
+    sources = internals.stream_sources(writer)
+    for name, options in sources:
         if name.startswith(PREFIX) and (rows := Endpoint(name, options).source().rows_per_batch_max) is not None:
-            raise Refused("AVAILABLE_NOW_LIMIT", version=session_of(writer).version, source=name, rows=rows)
+            if len(sources) > 1:
+                raise Refused("AVAILABLE_NOW_LIMIT", version=session_of(writer).version, source=name, rows=rows)
+            reading = Reading(_option(options, CHECKPOINT) or _option(write.options, CHECKPOINT), ends=True)
+            internals.set_source_option(writer, OPTION, Envelope(reading).encode())
+            return True
+    return False
 
 
 def _pass_checkpoint(writer: Any, write: StreamWrite) -> None:
