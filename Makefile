@@ -9,7 +9,7 @@ TEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 FAST := tests/unit tests/property tests/crash/test_points.py::test_one_crash_at_every_point
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka bridges totals shop rehearsal screenshots test-fast test coverage check format bench bench-postgres bench-delta bench-metrics capacity endurance peers verify fuzz model soak docs site dist lock clean
+.PHONY: help setup demo demo-kafka bridges totals shop rehearsal screenshots test-fast test coverage check format bench bench-postgres bench-delta bench-metrics capacity endurance peers verify spark-versions fuzz model soak docs site dist lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -104,6 +104,9 @@ verify: setup ## every failure point, every guarantee, every sink, judged from o
 	$(BIN)/delivered verify --service engine --jobs 2 --resume --only exactly_once \
 		--source pulsar --source rabbitmq_stream --source rabbitmq --source activemq --source rocketmq
 	$(BIN)/delivered verify --resume
+
+spark-versions: setup ## a slice of the tests on Spark 4.0 to 4.3, into docs/spark-versions.json; two hours
+	$(BIN)/python -m tools.spark_versions
 
 fuzz: setup ## decoders of foreign bytes with mutated seeds; those in C under sanitizers; five minutes
 	$(BIN)/python -m pytest -m "matrix or not matrix" tests/property/test_decoders.py tests/unit/test_kafka_lies.py \

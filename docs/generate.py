@@ -17,6 +17,7 @@ from docs import (
     notebook,
     pitfalls,
     recompute,
+    spark_versions,
     support,
     value_types,
     verified,
@@ -53,6 +54,7 @@ def reference() -> str:
 
 def pages() -> dict[Path, str]:
     audit, kafka, new = DOCS / "audit.md", DOCS / "connectors" / "kafka.md", DOCS / "new-connector.md"
+    versions = DOCS / "spark-versions.md"
     operate, kafka_logins = DOCS / "operate.md", DOCS / "connectors" / "kafka-logins.md"
     return {
         audit: recompute.into(audit.read_text(encoding="utf-8")),
@@ -66,6 +68,7 @@ def pages() -> dict[Path, str]:
         DOCS / "options.md": reference(),
         DOCS / "pipeline.schema.json": as_text(),
         DOCS / "pitfalls.md": pitfalls.page(),
+        versions: spark_versions.into(versions.read_text(encoding="utf-8")),
         DOCS / "support.md": support.page(),
         DOCS / "types.md": value_types.page(),
         DOCS / "tutorial.ipynb": notebook.notebook(notebook.PAGE.read_text(encoding="utf-8")),

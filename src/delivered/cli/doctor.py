@@ -112,8 +112,10 @@ def _pyspark() -> Check:
         version = importlib.metadata.version("pyspark")
     except importlib.metadata.PackageNotFoundError:
         return Check("pyspark", Health.BAD, "not installed", 'pip install "delivered[spark]"')
-    if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < (4, 2):
-        return Check("pyspark", Health.BAD, f"{version}; 4.2 or later is needed", 'pip install -U "delivered[spark]"')
+    try:
+        import delivered.spark  # noqa: F401 - checks the version
+    except DeliveredError as error:
+        return Check("pyspark", Health.BAD, error.message, error.next_step)
     return Check("pyspark", Health.GOOD, version)
 
 
@@ -134,7 +136,7 @@ def _workers(pipeline: Pipeline | None) -> Check:
     """Settings of the session that a pipeline, or `spark-submit`, would make."""
     try:
         from delivered.spark.check import advice
-    except ImportError:
+    except (DeliveredError, ImportError):
         return Check("Python tasks", Health.MISSING, "needs pyspark")
     conf = _defaults() | (dict(pipeline.conf) if pipeline is not None else {})
     master = (pipeline.master if pipeline is not None else None) or conf.get("spark.master", "local[*]")

@@ -24,7 +24,8 @@ from delivered.model.work import Arbiter, DriverAddress, Owner
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.pipeline.transform import changing_in_sql
-from delivered.spark.compat import LOCAL_SOCKETS, parsed
+from delivered.spark import parsed
+from delivered.spark.compat import LOCAL_SOCKETS
 from delivered.spark.internals import Setting, from_arrow, is_connect, is_deterministic, jvm_of, sql_error, to_arrow
 from delivered.spark.rows import apply_transform, own_views, projected
 

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ import pyspark
 from pyspark.sql import datasource
 
 from delivered.checkpoint.folder import logged
-from delivered.model.errors import InvariantBroken, Refused
+from delivered.model.errors import InvariantBroken
+from delivered.spark import parsed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,21 +29,12 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-SPARK_VERSION_MIN = "4.0"
 _POLL_S = 0.02
 
 R = TypeVar("R", bound="type[DataSourceStreamReader]")
 
 
-def parsed(version: str) -> tuple[int, int]:
-    """(4, 2) of "4.2.1", and of what vendors make of it: "4.2.1-amzn-0"."""
-    major, minor = re.findall(r"\d+", version)[:2]
-    return int(major), int(minor)
-
-
 VERSION = parsed(pyspark.__version__)
-if parsed(SPARK_VERSION_MIN) > VERSION:
-    raise Refused("SPARK_VERSION", version=pyspark.__version__, version_min=SPARK_VERSION_MIN)
 
 ADMITS = VERSION >= (4, 2)
 """Spark asks a stream with its start and a limit, and runs available-now in several batches."""
