@@ -142,6 +142,13 @@ def test_doctor_leaves_a_command_to_copy_on_one_line(capsys: pytest.CaptureFixtu
     assert f"Next: {command}" in capsys.readouterr().out
 
 
+def test_doctor_marks_each_check(capsys: pytest.CaptureFixture[str]) -> None:
+    show(
+        [Check("Python", Health.GOOD, "3.13"), Check("Java", Health.BAD, "none"), Check("archive", Health.MISSING, "-")]
+    )
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ok", "BAD", "--"]
+
+
 def test_doctor_is_content_here_and_names_what_is_wrong(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
     code, out, _ = call("doctor", example)

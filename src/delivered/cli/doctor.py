@@ -77,7 +77,11 @@ def examine(pipeline: Pipeline | None) -> list[Check]:
 
 
 def show(checks: list[Check]) -> None:
-    marks = {Health.GOOD: "[green]ok[/]", Health.MISSING: "[yellow]--[/]", Health.BAD: "[bold red]BAD[/]"}
+    marks = {
+        Health.GOOD: Text("ok", "green"),
+        Health.MISSING: Text("--", "yellow"),
+        Health.BAD: Text("BAD", "bold red"),
+    }
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(width=3)
     table.add_column(no_wrap=True)
