@@ -27,9 +27,9 @@ def _check_version() -> None:
     if spec is None or spec.origin is None:  # the import says what is missing
         return
     file = Path(spec.origin).with_name("version.py")
-    found = re.search(r"""["'](\d+\.[^"']+)""", file.read_text(encoding="utf-8")) if file.is_file() else None
-    if found is not None and parsed(found[1]) < parsed(SPARK_VERSION_MIN):
-        raise Refused("SPARK_VERSION", version=found[1], version_min=SPARK_VERSION_MIN)
+    match = re.search(r"""["'](\d+\.[^"']+)""", file.read_text(encoding="utf-8")) if file.is_file() else None
+    if match is not None and parsed(match[1]) < parsed(SPARK_VERSION_MIN):
+        raise Refused("SPARK_VERSION", version=match[1], version_min=SPARK_VERSION_MIN)
 
 
 _check_version()

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import pyspark
 from pyspark.sql import datasource
@@ -43,21 +42,12 @@ LOCAL_SOCKETS = VERSION >= (4, 1)
 if ADMITS:
     from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 else:
+    ReadLimit = ReadAllAvailable = SupportsTriggerAvailableNow = object
 
-    class ReadLimit:  # type: ignore[no-redef]
-        """See `pyspark.sql.streaming.datasource`."""
-
-    class ReadAllAvailable(ReadLimit):  # type: ignore[no-redef]
-        """See `pyspark.sql.streaming.datasource`."""
-
-    @dataclass
-    class ReadMaxRows(ReadLimit):  # type: ignore[no-redef]
+    class ReadMaxRows(NamedTuple):  # type: ignore[no-redef]
         """See `pyspark.sql.streaming.datasource`."""
 
         max_rows: int
-
-    class SupportsTriggerAvailableNow:  # type: ignore[no-redef]
-        """See `pyspark.sql.streaming.datasource`."""
 
 
 if TYPE_CHECKING:
@@ -90,8 +80,8 @@ class _Remembering:
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         self._known_end = end
-        found: Sequence[InputPartition] = super().partitions(start, end)  # type: ignore[misc]
-        return found
+        pieces: Sequence[InputPartition] = super().partitions(start, end)  # type: ignore[misc]
+        return pieces
 
     def latestOffset(self) -> dict[str, Any]:  # noqa: N802
         if self._known_end is None:
