@@ -42,7 +42,7 @@ LOCAL_SOCKETS = VERSION >= (4, 1)
 if ADMITS:
     from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 else:
-    ReadLimit = ReadAllAvailable = SupportsTriggerAvailableNow = object
+    ReadLimit = ReadAllAvailable = SupportsTriggerAvailableNow = object  # type: ignore[assignment,misc]
 
     class ReadMaxRows(NamedTuple):  # type: ignore[no-redef]
         """See `pyspark.sql.streaming.datasource`."""

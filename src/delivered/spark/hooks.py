@@ -284,7 +284,7 @@ def _check(spark: Any, write: StreamWrite) -> None:
 
 
 def _read_to_its_end(writer: Any, write: StreamWrite) -> bool:
-    """Whether this Spark would end the query after one batch, whose size its source limits: then the source is told to
+    """Whether this Spark would end the query after one batch, whose size its source limits: then its source is to
     offer nothing beyond what is there now, in any number of batches.
 
     Raises:
