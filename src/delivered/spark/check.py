@@ -61,8 +61,10 @@ def cannot_restart(sources: Collection[str], version: str) -> Refused | None:
     """
     if set(sources) == {SOURCE} or parsed(version) > (4, 2):
         return None
-    lacks = "RESTART" if parsed(version) == (4, 2) else "NAMES"
-    return Refused(f"SOURCES_SPARK_VERSION.{lacks}", version=version, sources=", ".join(sorted(sources)))
+    named = ", ".join(sorted(sources))
+    if parsed(version) < (4, 2):
+        return Refused("SOURCES_SPARK_VERSION.NAMES", version=version, sources=named)
+    return Refused("SOURCES_SPARK_VERSION.RESTART", version=version, sources=named)
 
 
 def advice(setting: Callable[[str], str | None]) -> dict[str, str]:
