@@ -205,7 +205,7 @@ class Pipeline(Definition):
     @overload
     def audit(
         self,
-        spark: SparkSession | None = None,
+        spark: SparkSession | Callable[[], SparkSession] | None = None,
         *,
         sink: str | None = None,
         samples_max: int = 20,
@@ -219,12 +219,17 @@ class Pipeline(Definition):
 
     @overload
     def audit(
-        self, spark: SparkSession | None = None, *, every: str, share: str | float = SHARE, sink: str | None = None
+        self,
+        spark: SparkSession | Callable[[], SparkSession] | None = None,
+        *,
+        every: str,
+        share: str | float = SHARE,
+        sink: str | None = None,
     ) -> ContinuousAudit: ...
 
     def audit(
         self,
-        spark: SparkSession | None = None,
+        spark: SparkSession | Callable[[], SparkSession] | None = None,
         *,
         sink: str | None = None,
         samples_max: int = 20,
@@ -237,11 +242,14 @@ class Pipeline(Definition):
         every: str | None = None,
         share: str | float = SHARE,
     ) -> AuditReport | ContinuousAudit:
-        """Compare the source range with the sink in a Spark job, account for every record, and seal what was proved.
+        """Compare the source range with the sink, account for every record, and seal what was proved.
 
-        Continues from the last seal: what was sealed before is not read again.
+        Continues from the last seal: what was sealed before is not read again. A small range of a pipeline without SQL
+        is compared in this process, everything else in a Spark job: `progress` gets which, and why.
 
         Args:
+            spark: for the job, and then it is one; or a function that starts it, called only if there has to be one.
+                Default: the active session or a new one, if there has to be one.
             sink: name of the sink to audit, if there are several.
             samples_max: damaged records listed per class.
             sink_from: offsets in the sink to start from; earlier records belong to other writers or to an earlier
@@ -262,6 +270,7 @@ class Pipeline(Definition):
         from delivered.audit.request import sealing
 
         if every is not None:
+            spark = spark() if callable(spark) else spark
             return self.auditing(spark, Cadence.parse(every, share), None if sink is None else [sink]).start()
         how = sealing(full=full, since=since, from_now=from_now, reads_part=sink_from is not None or recompute)
         report = self._audited(spark, sink, samples_max, sink_from, progress, recompute, how)
@@ -313,7 +322,7 @@ class Pipeline(Definition):
 
     def _audited(
         self,
-        spark: SparkSession | None,
+        spark: SparkSession | Callable[[], SparkSession] | None,
         sink: str | None,
         samples_max: int = 20,
         sink_from: Mapping[str, Any] | None = None,
@@ -321,6 +330,16 @@ class Pipeline(Definition):
         recompute: bool = False,
         how: Sealing | None = None,
     ) -> AuditReport:
+        from delivered.audit.local.audit import audit_here
+        from delivered.audit.request import NeedsSpark
+
+        if spark is None or callable(spark):
+            try:
+                return audit_here(self, sink, samples_max, sink_from, progress, recompute, how)
+            except NeedsSpark as why:
+                if progress is not None:
+                    progress(f"starting Spark: {why}")
+            spark = spark() if callable(spark) else None
         from delivered.audit.spark.audit import audit_sink
 
         return audit_sink(self, spark, sink, samples_max, sink_from, progress, recompute, how)

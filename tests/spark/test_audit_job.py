@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
-from tests.support.reconcile import Seen
+from tests.support.reconcile import Seen, as_sides, histories
 from tests.support.reconcile import reconcile as definition
 from tests.support.sweeps import sweep
 
 from delivered.audit.evidence import Counts, Damage
 from delivered.audit.judge import Result
+from delivered.audit.local.reconcile import reconcile as in_process
 from delivered.audit.spark.audit import _accepted
 from delivered.audit.spark.reconcile import Slots, _classified, _side, hashed, reconcile
 from delivered.audit.spark.slices import keeps_partitions
@@ -192,11 +193,12 @@ def test_bytes_that_are_no_text_do_not_stop_the_report(spark: SparkSession) -> N
 
 
 def test_the_job_says_what_the_definition_says(spark: SparkSession) -> None:
-    """Hundreds of random small histories in one job: every id is classified as `tests/support/reconcile.py` does."""
+    """Hundreds of random small histories in one job: every id is classified as `tests/support/reconcile.py` does, and
+    the result is that of the same histories without Spark."""
     slots = Slots()
     slots.placed(["0", "1"])
     for seed in (1, 2):
-        sent, found = _histories(random.Random(seed), count=300)
+        sent, found = histories(random.Random(seed), count=300)
         expected = definition(sent, found)
         rows = _classified(
             _side(_seen(spark, [s for s in sent if not s.in_progress]), "must")
@@ -221,40 +223,22 @@ def test_the_job_says_what_the_definition_says(spark: SparkSession) -> None:
         assert set(actual) == set(expected)
         different = {i: (actual[str(i)], c) for i, c in expected.items() if actual[str(i)] != c}
         assert different == {}, f"seed {seed}"
+        by_spark = reconcile(
+            _seen(spark, [s for s in sent if not s.in_progress]),
+            _seen(spark, [s for s in sent if s.in_progress]),
+            _seen(spark, found),
+            slots,
+            slots,
+        )
+        assert by_spark == in_process(*as_sides(sent, found), slots, slots), f"seed {seed}"
         seen = Counter(d for c in expected.values() for d in Damage if c.of(d))
         assert all(seen[d] > 20 for d in Damage), f"the histories hold too little damage to mean anything: {seen}"
 
 
-def _histories(rng: random.Random, count: int) -> tuple[list[Seen], list[Seen]]:
-    sent: list[Seen] = []
-    found: list[Seen] = []
-    for case in range(count):
-        mine = [
-            Seen(f"{case}-{rng.randrange(5)}", rng.randrange(3), None, _somewhere(rng), n, rng.random() < 0.1)
-            for n in range(rng.randrange(7))
-        ]
-        # One key per id, null for some.
-        mine = [
-            Seen(s.id, s.value, None if str(s.id).endswith("4") else case, s.partition, s.position, s.in_progress)
-            for s in mine
-        ]
-        there = [s for s in mine if rng.random() < 0.85]
-        there += [s for s in mine if rng.random() < 0.15]
-        there = [Seen(s.id, 9) if rng.random() < 0.1 else s for s in there]
-        there += [Seen(f"{case}-{rng.randrange(8)}", rng.randrange(5)) for _ in range(rng.randrange(2))]
-        if rng.random() < 0.3:
-            rng.shuffle(there)
-        sent += mine
-        found += [Seen(s.id, s.value, s.key, _somewhere(rng), n) for n, s in enumerate(there)]
-    return sent, found
-
-
-def _somewhere(rng: random.Random) -> str:
-    return "0" if rng.random() < 0.9 else "1"
-
-
 def _seen(spark: SparkSession, records: list[Seen]) -> DataFrame:
-    rows = [(s.id, 0, s.value, s.value, s.key, None, (int(str(s.partition)) << 33) + s.position) for s in records]
+    rows = [
+        (s.id, 0, s.value, s.value, s.key, f"key {s.key}", (int(str(s.partition)) << 33) + s.position) for s in records
+    ]
     return spark.createDataFrame(
         rows, "id string, null_id int, low long, high long, key_hash long, shown string, at long"
     )

@@ -1,15 +1,22 @@
 """Reconcile in memory: the definition of lost, duplicated, altered, unexpected and reordered.
 
-The Spark job in `delivered.audit.spark.reconcile` does the same with aggregations; a test compares the two.
+The Spark job in `delivered.audit.spark.reconcile` does the same with aggregations, `delivered.audit.local.reconcile`
+by sorting; tests compare them.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import pyarrow as pa
+
 from delivered.audit.evidence import Counts
+from delivered.audit.local.reconcile import ROW_BITS, Side
+from delivered.model.fingerprint import record_hashes
 
 
 @dataclass(frozen=True)
@@ -116,3 +123,70 @@ def _reordered(first_sent: Mapping[Hashable, Seen], first_found: Mapping[Hashabl
                 late.add(i)
             newest = max(newest, position)
     return late
+
+
+def histories(rng: random.Random, count: int) -> tuple[list[Seen], list[Seen]]:
+    """Random small histories, one after the other: what was sent, and what is in the sink."""
+    sent: list[Seen] = []
+    found: list[Seen] = []
+    for case in range(count):
+        mine = [
+            Seen(
+                f"{case}-{rng.randrange(5)}",
+                rng.randrange(3),
+                None,
+                _somewhere(rng),
+                100 * case + n,
+                rng.random() < 0.1,
+            )
+            for n in range(rng.randrange(7))
+        ]
+        # One key per id, null for some; now and then, a copy has another.
+        mine = [
+            Seen(
+                s.id,
+                s.value,
+                None if str(s.id).endswith("4") else case + 10_000 if rng.random() < 0.1 else case,
+                s.partition,
+                s.position,
+                s.in_progress,
+            )
+            for s in mine
+        ]
+        there = [s for s in mine if rng.random() < 0.85]
+        there += [s for s in mine if rng.random() < 0.15]
+        there = [Seen(s.id, 9) if rng.random() < 0.1 else s for s in there]
+        there += [Seen(f"{case}-{rng.randrange(8)}", rng.randrange(5)) for _ in range(rng.randrange(2))]
+        if rng.random() < 0.3:
+            rng.shuffle(there)
+        sent += mine
+        found += [Seen(s.id, s.value, s.key, _somewhere(rng), 100 * case + n) for n, s in enumerate(there)]
+    return sent, found
+
+
+def _somewhere(rng: random.Random) -> str:
+    return "0" if rng.random() < 0.9 else "1"
+
+
+def as_sides(sent: Iterable[Seen], found: Iterable[Seen]) -> tuple[Side, Side, Side]:
+    """What must be in the sink, what may be, and what is, with partitions "0" and "1" in slots 0 and 1."""
+    sent = list(sent)
+    return _side([s for s in sent if not s.in_progress]), _side([s for s in sent if s.in_progress]), _side(list(found))
+
+
+def _side(records: list[Seen]) -> Side:
+    ids = [str(r.id) for r in records]
+    named = pa.RecordBatch.from_arrays([pa.array(ids, pa.string())], names=["id"])
+    low = np.array([r.value for r in records], np.uint64)
+    return Side(
+        low,
+        high=low,
+        other=low,
+        named=record_hashes(named, 1),
+        other_named=record_hashes(named, 2),
+        key=np.array([r.key or 0 for r in records], np.uint64),
+        keyed=np.array([r.key is not None for r in records], bool),
+        at=np.array([(int(str(r.partition)) << ROW_BITS) + r.position for r in records], np.int64),
+        names=pa.array(ids, pa.large_string()),
+        shown=pa.array([f"key {r.key}" for r in records], pa.large_string()),
+    )

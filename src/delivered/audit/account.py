@@ -45,6 +45,7 @@ from delivered.audit.request import (
     BadExpression,
     BatchRange,
     Earlier,
+    NeedsSpark,
     Positions,
     SourceRange,
     SourceSet,
@@ -160,11 +161,12 @@ def guarded(request: AuditRequest, run: Callable[[], AuditReport], versions: Map
 
     Raises:
         UsageError: the id or key expression is invalid.
+        NeedsSpark: `run` does without, and cannot.
     """
     started = time.monotonic()
     try:
         report = run()
-    except BadExpression:
+    except (BadExpression, NeedsSpark):
         raise
     except Exception as error:
         # A failed audit proves nothing.

@@ -136,6 +136,10 @@ class BadExpression(UsageError):
     """The id, the key or the condition `own` is not SQL over the sink's columns."""
 
 
+class NeedsSpark(Exception):
+    """Only Spark can run this audit. The text says why, for the user."""
+
+
 def id_sql(mode: WriteMode) -> str:
     """SQL that identifies a key of an upsert."""
     return f"to_json(struct({', '.join(map(backquoted, mode.keys))}))"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,7 +29,11 @@ from delivered.cli.command import (
     working,
 )
 from delivered.cli.run import LogFormatOption
+from delivered.machine import without_pandas
 from delivered.model.errors import UsageError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 _POLL_S = 1.0
 """How often --follow looks which audits are due."""
@@ -69,6 +75,10 @@ def audit(
             help="Audit pipelines that read each other's sinks, in the order of the data: per hop, and from "
             "the first source to the last sink.",
         ),
+    ] = False,
+    in_spark: Annotated[
+        bool,
+        typer.Option("--spark", help="Use Spark even for a small range without SQL, which needs none."),
     ] = False,
     follow: Annotated[
         bool,
@@ -124,10 +134,20 @@ def audit(
     start = _offsets("--sink-from", sink_from)
     if start is not None and sink is None and len(pipeline.sinks) > 1:
         raise UsageError("AUDIT_SINK.SINK_FROM")
-    with working("starting Spark") as progress, quiet_spark(pipeline, SparkLog.of(pipeline, spark_log)) as spark:
+    with working("starting") as progress, ExitStack() as session, ExitStack() as light:
+        if pipeline.transform.function is None:  # others may use it
+            light.enter_context(without_pandas())
+
+        @cache
+        def spark() -> SparkSession:
+            light.close()
+            return session.enter_context(quiet_spark(pipeline, SparkLog.of(pipeline, spark_log)))
+
+        if in_spark:
+            progress("starting Spark")
         reports = [
             pipeline.audit(
-                spark,
+                spark() if in_spark else spark,
                 sink=name,
                 samples_max=samples,
                 sink_from=start,

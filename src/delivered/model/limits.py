@@ -201,3 +201,7 @@ EVENTS_APPENDED_MAX = 1_000
 REDO_MEMORY_BYTES = 32 << 20
 """Rows of a shard that a task keeps in memory until they are prepared, to send them again after an outage of a database
 server. Further rows are kept in a temporary file."""
+
+AUDIT_MEMORY_BYTES = 256 << 20
+"""What an audit without Spark keeps of the records of both sides, 64 bytes of each, and keys and ids. It uses 2.4 times
+as much: of 1 million records of Kafka on either side, 400 MB. What needs more is audited by Spark."""

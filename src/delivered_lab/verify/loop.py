@@ -24,12 +24,12 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
 from delivered import DeliveredError, Pipeline
 from delivered.crash import install_from_environment
+from delivered.machine import NoPandas
 from delivered.testing import Batches, Task
 from delivered_lab.verify.workloads import STAGE_RERUNS
 
@@ -69,16 +69,6 @@ class Checkpoint:
             file.flush()
             os.fsync(file.fileno())
         draft.rename(path)
-
-
-class NoPandas(MetaPathFinder):
-    """Blocks pandas, which `pyarrow.array` imports if it can, to check its input's type: 1.3 s of CPU in each of the
-    three processes of a start, and two thirds of the time of a start. Nothing here needs it."""
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
-        del path, target
-        if fullname == "pandas":
-            raise ModuleNotFoundError("a loop without Spark goes without pandas", name=fullname)
 
 
 class Loop:

@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from delivered.audit.account import Progress, account, guarded
+from delivered.audit.local.request import chosen_sink, request_of
 from delivered.audit.report import AuditReport
-from delivered.audit.request import AuditRequest, Recompute, Sealing, Transform
+from delivered.audit.request import AuditRequest, Sealing, Transform
 from delivered.audit.spark.comparison import in_spark
 from delivered.audit.spark.recompute import recompute
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
 from delivered.engine.shard import validated
-from delivered.model.capability import APPEND
-from delivered.model.errors import Refused, UsageError
 from delivered.model.rows import OnBadRow, Rows
-from delivered.pipeline.definition import Definition, grouping_columns
+from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.facts import as_started, sink_as_started
+from delivered.pipeline.facts import sink_as_started
 from delivered.spark.rows import Failing, apply_transform, own_views, projected
 from delivered.spark.start import ready
 
@@ -44,14 +43,13 @@ def audit_sink(
     """Audit one sink of a pipeline, against its own rows and columns.
 
     Args:
-        sealing: None: read everything, and seal nothing. So it is with `sink_from` and `recompute`.
+        sealing: as for `request_of`.
 
     Raises:
         UsageError: no such sink, several sinks and none named, or one of Spark's own sources.
     """
-    spark, request = request_for(pipeline, chosen_sink(pipeline, sink), session, samples_max, sink_from, recompute)
-    if sink_from is None and not recompute:
-        request = replace(request, sealing=sealing)
+    chosen = chosen_sink(pipeline, sink)
+    spark, request = request_for(pipeline, chosen, session, samples_max, sink_from, recompute, sealing)
     with own_views(pipeline.transform, spark, pipeline.sources):
         return audit(spark, request, progress)
 
@@ -63,59 +61,12 @@ def request_for(
     samples_max: int,
     sink_from: Mapping[str, Any] | None = None,
     recompute: bool = False,
+    sealing: Sealing | None = None,
 ) -> tuple[SparkSession, AuditRequest]:
-    """
-    Raises:
-        UsageError: one of Spark's own sources.
-        Refused: only a recompute can judge this.
-    """
-    sparks = next((e for e in pipeline.sources.values() if e.is_spark_own), None)
-    if sparks is not None:
-        raise UsageError("AUDIT_SOURCE", format=sparks.format, system=sparks.system)
-    if not recompute and pipeline.output_mode != "append" and chosen.sink().capability().write == APPEND:
-        raise Refused("AUDIT_OUTPUT_MODE", output_mode=pipeline.output_mode)
+    """Raises as `request_of`."""
+    request = request_of(pipeline, chosen, samples_max, sink_from, recompute, sealing)
     spark = ready(pipeline, session)
-    sources = {n: e.source().planned() for n, e in as_started(pipeline).items()}
-    sinks = pipeline.spec.open()
-    by = {**pipeline.audit_by, **chosen.audit}
-    return spark, AuditRequest(
-        pipeline=pipeline.name,
-        guarantee=pipeline.guarantee,
-        checkpoint=pipeline.checkpoint,
-        sources=sources,
-        sink=chosen.sink(),
-        sink_name=chosen.name,
-        transform=_all_transforms(pipeline, chosen, spark, sources),
-        dedup=pipeline.dedup,
-        id=by.get("id"),
-        key=by.get("key"),
-        own=by.get("own"),
-        samples_max=samples_max,
-        sink_from=dict(sink_from) if sink_from is not None else None,
-        decided_by=sinks,
-        transform_version=pipeline.spec.transform,
-        recompute=_recompute(pipeline, chosen) if recompute else None,
-        rejects=pipeline.on_bad_row is not OnBadRow.FAIL,
-        dead_letters=next((m.name for m in sinks.members if m.dead_letters), None),
-    )
-
-
-def _recompute(pipeline: Definition, sink: Endpoint) -> Recompute:
-    facts = pipeline.transform.facts()
-    keys = sink.sink().capability().write.keys or grouping_columns(pipeline.transform.sql)
-    sql = pipeline.transform.kind == "sql"
-    return Recompute(pipeline.output_mode, tuple(keys), facts.changing, pipeline.transform.deterministic, sql)
-
-
-def chosen_sink(pipeline: Definition, sink: str | None) -> Endpoint:
-    """Raises UsageError: no such sink, or several and none named."""
-    endpoints = {e.name or e.sink().name: e for e in pipeline.sinks}
-    if sink is None and len(endpoints) == 1:
-        return next(iter(endpoints.values()))
-    if sink not in endpoints:
-        reason = "no sink was named" if sink is None else f"no sink is named {sink!r}"
-        raise UsageError("AUDIT_SINK.UNNAMED", reason=reason, endpoints=", ".join(endpoints))
-    return endpoints[sink]
+    return spark, replace(request, transform=_all_transforms(pipeline, chosen, spark, request.sources))
 
 
 def _all_transforms(

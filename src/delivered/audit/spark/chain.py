@@ -22,9 +22,10 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from delivered.audit.account import Progress, reason
 from delivered.audit.evidence import Damage
 from delivered.audit.judge import contradictions
+from delivered.audit.local.request import chosen_sink
 from delivered.audit.report import AuditReport, ChainReport, Segment
 from delivered.audit.request import AuditRequest, BadExpression, Positions, parsed
-from delivered.audit.spark.audit import audit_sink, chosen_sink, request_for
+from delivered.audit.spark.audit import audit_sink, request_for
 from delivered.audit.spark.comparison import stored_rows
 from delivered.audit.spark.reconcile import Slots, canonical_schema, hashed, reconcile, without_order
 from delivered.audit.spark.slices import beyond_rows, keeps_partitions, kept_plain, shuffles_fit_for

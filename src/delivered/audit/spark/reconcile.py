@@ -24,7 +24,8 @@ from pyspark.sql.types import LongType, StructField, StructType
 from pyspark.sql.window import Window
 
 from delivered.audit.evidence import Counts, Damage, PartitionLine, Sample
-from delivered.audit.judge import NOBODY, Result
+from delivered.audit.judge import Result
+from delivered.audit.local.reconcile import PARTITIONS_MAX, ROW_BITS, SHOWN_LENGTH, Places
 from delivered.audit.spark.slices import Mapper, SliceRows
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
 from delivered.model.ranges import fitted
@@ -33,19 +34,13 @@ from delivered.spark.internals import from_arrow, to_arrow
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, Row
 
-PARTITIONS_MAX = 1_000
-"""Source partitions that are reported individually."""
-
 _OWN = "__delivered_"
 _LOW, _HIGH, _OTHER, _POSITION = (f"{_OWN}{name}" for name in ("low", "high", "other", "position"))
-_SHOWN_LENGTH = 64
 _LIMBS = ((0, 24), (24, 24), (48, 16))
 """64-bit hashes are summed in three parts of at most 24 bits: no overflow below 2**39 records."""
 
 _SUMS = [f"{side}_{name}_{start}" for side in ("must", "there") for name in ("low", "high") for start, _ in _LIMBS]
 _SIDES = ("must", "may", "there", "sealed")
-_ROW_BITS = 33
-"""The bits of `at` that count rows, as in `monotonically_increasing_id`; the slot is in the bits above."""
 
 Canonical = Callable[[pa.RecordBatch], pa.RecordBatch]
 
@@ -62,7 +57,7 @@ def by_partition(values: Sequence[int]) -> Column:
 
 def slot_of(at: Column) -> Column:
     """The slot of a position."""
-    return F.shiftright(at, _ROW_BITS).cast("int")
+    return F.shiftright(at, ROW_BITS).cast("int")
 
 
 def without_order(hashes: DataFrame) -> DataFrame:
@@ -104,7 +99,7 @@ def hashed(
         F.col(_LOW).alias("low"),
         F.col(_HIGH).alias("high"),
         F.when(key.isNotNull(), F.xxhash64(key)).alias("key_hash"),
-        F.substring(F.expr(f"make_valid_utf8(cast(({key_sql}) as string))"), 1, _SHOWN_LENGTH).alias("shown")
+        F.substring(F.expr(f"make_valid_utf8(cast(({key_sql}) as string))"), 1, SHOWN_LENGTH).alias("shown")
         if key_sql
         else key.alias("shown"),
         at.cast("long").alias("at"),
@@ -134,43 +129,21 @@ def _hasher(canonical: Canonical, seed: int, position: str | None, schema: pa.Sc
     return hash_all
 
 
-class Slots:
-    """The slots of `at`: for each slice, the partition of the source or the sink that it was read from.
-
-    Rows of a slot are in order, and so are the slots of a partition.
-    """
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
+class Slots(Places):
+    """Positions of the rows of frames."""
 
     def placed(self, names: Sequence[str]) -> Column:
         """Positions of the rows of a frame whose partition i is a slice of `names[i]`. Later calls add later slots."""
-        first = len(self._names)
-        self._names += names
-        return F.monotonically_increasing_id() + F.lit(first << _ROW_BITS)
+        return F.monotonically_increasing_id() + F.lit(self.add(names) << ROW_BITS)
 
     def unplaced(self, name: str) -> Column:
         """As `placed`, for a frame whose rows were shuffled: all at one position in `name`."""
-        self._names.append(name)
-        return F.lit((len(self._names) - 1) << _ROW_BITS)
-
-    def name(self, slot: int | None) -> str:
-        """The partition of a slot; None: of records that were never sent."""
-        return NOBODY if slot is None else self._names[slot] if slot < len(self._names) else "?"
-
-    def shown(self, at: int | None, position: int | None = None) -> str | None:
-        if at is None:
-            return None
-        return f"{self.name(at >> _ROW_BITS)} @ {at & ((1 << _ROW_BITS) - 1) if position is None else position}"
+        return F.lit(self.add([name]) << ROW_BITS)
 
     def partition(self, at: Column) -> Column:
         """Index of the partition."""
-        slot = slot_of(at)
-        if len(set(self._names)) == len(self._names):
-            return slot
-        first: dict[str, int] = {}
-        numbers = [first.setdefault(name, i) for i, name in enumerate(self._names)]
-        return F.get(F.lit(numbers), slot)
+        slot, numbers = slot_of(at), self.partitions()
+        return slot if numbers == list(range(len(numbers))) else F.get(F.lit(numbers), slot)
 
 
 def reconcile(
@@ -237,7 +210,7 @@ def _classified(both: DataFrame, origins: Slots, places: Slots) -> DataFrame:
         .agg(
             F.min("high").alias("high"),
             *[F.sum(c).alias(c) for c in (*_SIDES, "null_id")],
-            *[F.min(c).alias(c) for c in ("key_hash", "origin", "place")],
+            *_firsts(),
         )
     )
     must, may, there, sealed = (F.col(side) for side in _SIDES)
@@ -247,7 +220,7 @@ def _classified(both: DataFrame, origins: Slots, places: Slots) -> DataFrame:
     was_sent = (must + may + sealed) > 0
     by_id = by_value.groupBy("id").agg(
         *[F.sum(c).alias(c) for c in (*_SIDES, "null_id")],
-        *[F.min(c).alias(c) for c in ("key_hash", "origin", "place")],
+        *_firsts(),
         F.sum(F.greatest(must - there, zero)).alias("missing"),
         F.sum(in_progress).alias("in_progress"),
         F.sum(F.when(was_sent, surplus).otherwise(zero)).alias("known"),
@@ -283,6 +256,15 @@ def _classified(both: DataFrame, origins: Slots, places: Slots) -> DataFrame:
         F.when(known_id, zero).otherwise(rest).alias("unexpected"),
         F.coalesce(late, F.lit(False)).cast("long").alias("reordered"),
     )
+
+
+def _firsts() -> list[Column]:
+    """Where the first copy was sent and is, and the key of the one that was sent first."""
+    return [
+        F.min_by("key_hash", "origin").alias("key_hash"),
+        F.min("origin").alias("origin"),
+        F.min("place").alias("place"),
+    ]
 
 
 def _per_slot(classified: DataFrame) -> DataFrame:

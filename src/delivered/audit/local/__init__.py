@@ -1,0 +1,1 @@
+"""An audit in this process, without Spark."""

@@ -1,0 +1,156 @@
+"""A sink compared with its source in this process: see `delivered.audit.account.Comparison`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import pyarrow as pa
+
+from delivered.audit.account import Comparison, Findings, Ranges
+from delivered.audit.local.reconcile import Places, Side, joined, reconcile
+from delivered.audit.local.rows import Budget, find_columns, read_slices
+from delivered.audit.request import AuditRequest, Positions, SourceSet
+from delivered.audit.sealing import open_sources
+from delivered.contract.sink import BoundedScan, Sink
+from delivered.contract.source import Slice
+from delivered.engine.shard import fingerprint_seed, validated
+from delivered.engine.sinks import Columns as Route
+from delivered.engine.transform import ArrowTransform, isolated
+from delivered.model.errors import DeliveredError
+from delivered.model.identity import Scope
+from delivered.model.limits import AUDIT_MEMORY_BYTES
+from delivered.model.rows import Rows
+
+ALL_OWN = "true"
+"""The one condition `own` that needs no SQL."""
+
+
+@dataclass(frozen=True)
+class SentRows:
+    """What becomes of the source's rows on their way to one sink.
+
+    Attributes:
+        transform: the pipeline's.
+        isolates: rows for which it raises are dead letters, and not sent.
+        route: the columns that the sink gets; None: all.
+        valid: the rows that the sink can hold; None: it gets all.
+    """
+
+    transform: ArrowTransform
+    isolates: bool = False
+    route: Route | None = None
+    valid: Callable[[Rows], Rows] | None = None
+
+    def __call__(self, batches: Iterator[pa.RecordBatch], source: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """Args: source: columns of `batches`."""
+        columns = self.transform(_empty(source)).schema if self.isolates else None
+        for batch in batches:
+            if columns is None:
+                yield self._sent(self.transform(batch))
+            else:
+                for rows in isolated(self.transform, Rows(batch), columns):
+                    yield self._sent(rows.good)
+
+    def schema(self, source: pa.Schema) -> pa.Schema:
+        """Columns of what is sent."""
+        return self._sent(self.transform(_empty(source))).schema
+
+    def _sent(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        if self.route is not None:
+            batch = self.route(batch)
+        return batch if self.valid is None else self.valid(Rows(batch)).good
+
+
+def valid_for(sink: Sink) -> Callable[[Rows], Rows]:
+    """The rows that a sink and its server can hold, of all."""
+    return partial(validated, sink)
+
+
+@contextmanager
+def in_process(rows: SentRows, request: AuditRequest, scope: Scope, scan: BoundedScan) -> Iterator[LocalComparison]:
+    """A comparison that holds hashes of both sides in memory.
+
+    Raises:
+        NeedsSpark: what identifies or orders records is SQL.
+    """
+    sources = open_sources(request)
+    with closing(sources):
+        yield LocalComparison(rows, request, scope, scan.planned(), sources)
+
+
+class LocalComparison(Comparison):
+    def __init__(
+        self, rows: SentRows, request: AuditRequest, scope: Scope, scan: BoundedScan, sources: SourceSet
+    ) -> None:
+        (self._source,) = request.sources.values()
+        self._rows, self._request, self._scan, self.sources = rows, request, scan, sources
+        records = request.sink.records(_empty(rows.schema(self._source.schema()))).schema
+        stored = scan.schema().names
+        if missing := [n for n in records.names if n not in stored]:
+            raise DeliveredError("AUDIT_COLUMNS", sink=request.named_sink, columns=list(stored), missing=missing)
+        self._columns = find_columns(records, fingerprint_seed(scope), request.id, request.key)
+        self._added = [c for c in ("offset", "rowid") if c in stored and c not in records.names]
+        self._budget, self._origins, self._places = Budget(AUDIT_MEMORY_BYTES), Places(), Places()
+
+    def read(self, slices: Sequence[Slice], expected: int, again: int = 0) -> tuple[int, int]:
+        self._budget.check(expected)
+        self._again, names = again, self._columns.records.names
+        first = self._places.add([s.partition if self._added == ["offset"] else "rows" for s in slices])
+        # Columns that the system adds give a record's position; without them, the read order does.
+        columns = self._columns.located(self._added[0]) if self._added else self._columns
+        self._stored = read_slices(
+            self._scan.read, slices, lambda batch: batch.select(names), columns, first, self._budget
+        )
+        return len(self._stored), 0
+
+    def compare(self, ranges: Ranges) -> Findings:
+        undecided = ranges.read.undecided
+        # In the order of the source, by which the order of records is judged.
+        again = self._sent(ranges.again) if ranges.again and self._again else None
+        sent = self._sent(ranges.must)
+        ahead = self._sent([undecided]) if undecided is not None else None
+        there = self._stored
+        if self._again:
+            there, ahead = self._without_sealed(sent, ahead, again)
+        sealed = None
+        if ranges.before:
+            known = sent if ahead is None else joined([sent, ahead])
+            unexpected = there.where(~there.shares_id(known))
+            sealed = self._sent(ranges.before, unexpected).unordered()
+        samples_max = self._request.samples_max
+        return Findings(reconcile(sent, ahead, there, self._origins, self._places, samples_max, sealed))
+
+    def _without_sealed(self, sent: Side, ahead: Side | None, again: Side | None) -> tuple[Side, Side | None]:
+        """The sink's rows, and what may be among them, if some were compared by an earlier audit.
+
+        Args:
+            again: rows of sealed batches, which may be among those.
+        """
+        is_new = self._stored.slots >= self._again
+        wanted = self._stored.shares_id(sent if ahead is None else joined([sent, ahead]))
+        there = self._stored.where(is_new | wanted)
+        if again is None:
+            return there, ahead
+        found = again.where(again.at_most(self._stored.where(~is_new & wanted)))
+        return there, found if ahead is None else joined([ahead, found])
+
+    def _sent(self, ranges: Sequence[tuple[Positions, Positions]], only: Side | None = None) -> Side:
+        """Args: only: records that share an id with one of these; None: all."""
+        source, request = self._source, self._request
+        pieces = [piece for start, end in ranges for piece in self.sources.slices(start, end)]
+        first = self._origins.add([s.partition or f"slice {i}" for i, s in enumerate(pieces)])
+        read = source.read_good if request.rejects else source.read
+        columns = source.schema()
+
+        def rows(piece: Slice) -> Iterator[pa.RecordBatch]:
+            return self._rows(read(piece.data[1]), columns)
+
+        return read_slices(rows, pieces, request.sink.records, self._columns, first, self._budget, only)
+
+
+def _empty(schema: pa.Schema) -> pa.RecordBatch:
+    # Not `from_pylist`, which imports pandas: 0.3 s.
+    return pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema)
