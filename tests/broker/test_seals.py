@@ -14,7 +14,7 @@ import pytest
 from tests.broker.sink_help import FIRST, Forger, Rig, decision, store_of, wait_for
 from tests.support.servers import Kafka, Mysql, Postgres
 
-from delivered.clients.kafka.transactions import initialise
+from delivered.clients.kafka.transactions import describe, initialise
 from delivered.connectors.kafka import seals, topics
 from delivered.connectors.kafka.seals import Seals
 from delivered.connectors.kafka.topics import HISTORY_PARTITION, Keys
@@ -145,6 +145,20 @@ def test_an_audit_that_another_fences_has_failed(
     assert isinstance(one.add_seal(SINK, 0, text(0, "first")), Failed)
     assert one.last_seal(SINK) == text(0, "second")
     assert one.decide(decision(rig.scope, 0)) == Ok(None), "no owner is fenced"
+
+
+def test_a_seal_initialises_no_id_of_an_owner(rig: Rig, opened: Callable[[], Ledger]) -> None:
+    """An owner that is fenced takes its id back, so its decisions alone do not show it."""
+    one = opened()
+    one.claim(FIRST)
+    store = store_of(one)
+
+    def held() -> list[Any]:
+        return [describe(store._wire, store._id(role)) for role in ("plan", "decide")]
+
+    before = [state.participant for state in held()]
+    assert opened().add_seal(rig.scope.sink, 0, text(0)) == Ok(None)
+    assert [state.participant for state in held()] == before
 
 
 @pytest.mark.matrix
