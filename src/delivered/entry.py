@@ -285,7 +285,7 @@ class Pipeline(Definition):
         *,
         own: bool = False,
     ) -> ContinuousAudit:
-        """Audits beside a query of this process, not started yet.
+        """Audits beside a query of this process, not started yet: in this process, and in Spark what is for Spark.
 
         Args:
             sinks: default: all.
@@ -293,7 +293,7 @@ class Pipeline(Definition):
         """
         from delivered.audit.request import sealing
         from delivered.audit.spark.continuous import AuditSession, load_of
-        from delivered.operate.continuous import ContinuousAudit, record_failure, sealed_s
+        from delivered.operate.continuous import ContinuousAudit, record_failure, sealed_s, seals_now, unsealed
         from delivered.spark.start import ready, running
 
         session = AuditSession(ready(self, spark), self.name, own=own)
@@ -302,11 +302,15 @@ class Pipeline(Definition):
             queries = [load_of(r.query) for r in running(self)]
             return next((q for q in queries if q.behind or not q.idle), Load(idle=True, behind=False))
 
+        def unless_stopping(_: str) -> None:
+            if audits.stopping:
+                raise UsageError("AUDIT_STOPPED")
+
         def audit() -> None:
-            with session.low_priority() as own:
-                for sink in sinks or self.sink_names:
+            with session.low_priority() as low:
+                for sink in (n for n in unsealed(self) if sinks is None or n in sinks):
                     try:
-                        report = self._audited(own, sink, how=sealing())
+                        report = self._audited(lambda: low, sink, progress=unless_stopping, how=sealing())
                     except Exception as error:
                         if not audits.stopping:
                             record_failure(self, sink, error)
@@ -316,7 +320,7 @@ class Pipeline(Definition):
                     self._keep(report)
                     log.info("%s: audit of %s: %s", self.name, sink, report.verdict.value)
 
-        schedule = Schedule(cadence, time.monotonic(), sealed_s(self))
+        schedule = Schedule(cadence, time.monotonic(), sealed_s(seals_now(self)))
         audits = ContinuousAudit(schedule, audit, loaded, session.cancel)
         return audits
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import yaml
 from tests.spark.cli_help import WAIT_S, running, until
 from tests.spark.log_to_sqlite import produce
 
+import delivered
+from delivered.audit.sealed import Sealed
 from delivered.checkpoint.history import audits
+from delivered.engine.context import open_ledger
+from delivered.model.identity import Scope
+from delivered.operate.seals import read_seals
+from delivered.pipeline.definition import Definition
 
 
 def written(folder: Path, **more: object) -> Path:
-    """A pipeline from a log to SQLite, as a file."""
+    """A pipeline from a log to SQLite, as a file; without a transform, audits need no Spark."""
     produce(folder / "in", 0, 40)
     pipeline = {
         "pipeline": "orders", "guarantee": "exactly_once", "checkpoint": "checkpoint", "trigger": "1 second",
         "source": {"format": "log", "path": "in"}, "master": "local[2]",
-        "transform": {"sql": "SELECT key, value FROM source"},
         "sinks": [{"format": "sqlite", "path": "out.db", "table": "orders"}], **more,
     }  # fmt: skip
     file = folder / "orders.yaml"
@@ -27,18 +35,25 @@ def written(folder: Path, **more: object) -> Path:
     return file
 
 
-def held(folder: Path) -> list[int]:
-    """How many records each audit found that held."""
-    found = audits(str(folder / "checkpoint"))
-    return [a["counts"]["delivered"] for a in found if a["verdict"] == "held"]
+def sealed(file: Path) -> Sealed:
+    sink = Definition.from_file(file).sinks[0].sink()
+    with contextlib.closing(open_ledger(sink, Scope("orders", sink.name, "none"))) as ledger:
+        return read_seals(ledger, sink.name)
 
 
-def test_a_running_pipeline_audits_itself_and_both_stop_together(tmp_path: Path) -> None:
+def records(file: Path) -> int:
+    """In all sealed batches, which held."""
+    found = sealed(file)
+    assert found.verdict in (None, "held") and not found.faults
+    return 0 if found.last is None else found.last.total.counts.delivered
+
+
+def test_a_running_pipeline_seals_what_it_delivers_and_both_stop_together(tmp_path: Path) -> None:
     file = written(tmp_path, audit={"every": "1 s", "share": "100 %"})
     with running("run", str(file), "--output", "json") as process:
-        until(lambda: 40 in held(tmp_path), process)
+        until(lambda: records(file) == 40, process)
         produce(tmp_path / "in", 40, 40)
-        until(lambda: 80 in held(tmp_path), process)
+        until(lambda: records(file) == 80, process)
         produce(tmp_path / "in", 80, 40)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=WAIT_S)
@@ -46,3 +61,23 @@ def test_a_running_pipeline_audits_itself_and_both_stop_together(tmp_path: Path)
     assert "Traceback" not in err
     assert json.loads(out.splitlines()[-1])["between_batches"] is True
     assert {line["verdict"] for line in audits(str(tmp_path / "checkpoint"))} == {"held"}, "none is half"
+    assert [r.state for r in sealed(file).ranges] == ["held"]
+
+
+def test_a_handle_of_a_notebook_audits_until_it_is_stopped(spark: Any, tmp_path: Path) -> None:
+    """Beside a query of the same session, whose settings stay as they were."""
+    file = written(tmp_path, transform={"sql": "SELECT key, value FROM source"})
+    pipeline = delivered.Pipeline.from_file(file)
+    query = pipeline.start(spark)
+    before = dict(spark.conf.getAll)
+    audits_of = pipeline.audit(spark, every="1 s", share="100 %")
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while records(file) < 40:
+            assert query.isActive and time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        assert audits_of.stop(WAIT_S)
+        assert pipeline.stop(query, WAIT_S)
+    assert spark.sparkContext.getLocalProperty("spark.scheduler.pool") is None
+    assert dict(spark.conf.getAll) == before

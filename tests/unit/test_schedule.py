@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from delivered.checkpoint import history
 from delivered.model.errors import UsageError
 from delivered.model.schedule import Cadence, Load, Schedule
 from delivered.operate.continuous import Audited, ContinuousAudit, Follower
+from delivered.pipeline.definition import Definition
 
 IDLE = Load(idle=True, behind=False)
 BUSY = Load(idle=False, behind=False)
@@ -178,7 +179,10 @@ def follower(folder: Path, every: Cadence | None = None) -> tuple[Follower, Cloc
             return Audited(error="no Java")
         return Audited(({"pipeline": path.stem, "sink": "s", "verdict": "held", "seconds": 1.0},))
 
-    return Follower([folder], audit, said.append, every, clock), clock, audited, said
+    def waiting(pipeline: Definition) -> Sequence[str]:
+        return [] if pipeline.name == "quiet" else pipeline.sink_names
+
+    return Follower([folder], audit, said.append, every, waiting, clock), clock, audited, said
 
 
 def write(folder: Path, name: str, more: str = "") -> None:
@@ -196,6 +200,14 @@ def test_each_file_is_audited_at_its_own_interval(tmp_path: Path) -> None:
     assert one.step() == 1
     clock.now = 1000.0 + 3602.0
     assert one.step() == 2 and audited == ["a", "b", "a", "a", "b"]
+
+
+def test_a_pipeline_that_delivered_nothing_new_is_not_audited(tmp_path: Path) -> None:
+    write(tmp_path, "quiet")
+    one, clock, audited, said = follower(tmp_path, Cadence(60.0))
+    assert one.step() == 0
+    clock.now += 61.0
+    assert (one.step(), audited, said) == (0, [], [])
 
 
 def test_files_that_come_change_break_and_go(tmp_path: Path) -> None:

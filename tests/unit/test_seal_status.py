@@ -29,6 +29,7 @@ from delivered.engine.owner import _at
 from delivered.model.identity import Scope
 from delivered.model.schedule import Cadence
 from delivered.model.work import Account, Decision, Ok, Owner
+from delivered.operate.continuous import sealed_s, seals_now, unsealed
 from delivered.operate.metrics import text
 from delivered.operate.page import Flow, chain_line, page
 from delivered.operate.seals import SEALS_READ, SealStatus, seal_problems
@@ -268,3 +269,15 @@ def test_states(tmp_path: Path) -> None:
     seals = SealStatus.of(read_sealed(s.text for s in chain), decisions[2], "orders")
     assert [r.state for r in seals.sealed.ranges] == [State.HELD, State.NEVER_AUDITED, State.HELD]
     assert (seals.never_audited, seals.sealed.faults) == (1, ())
+
+
+def test_which_sinks_an_audit_has_something_to_do_for(tmp_path: Path) -> None:
+    made, decisions = decided(tmp_path, 3)
+    assert (unsealed(made), sealed_s(seals_now(made))) == (["orders"], None)
+    put(made, seals_of(decisions, 1))
+    since = sealed_s(seals_now(made))
+    assert unsealed(made) == ["orders"] and since is not None and 0 <= since < 60
+    put(made, seals_of(decisions, 1, 2)[1:])
+    assert unsealed(made) == []
+    (tmp_path / "out.db").write_bytes(b"no database" * 500)
+    assert (unsealed(made), sealed_s(seals_now(made))) == (["orders"], None), "the audit says what is wrong"

@@ -105,7 +105,8 @@ def audit(
 
     if follow:
         one: dict[str, object] = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint, "--sink": sink}
-        one |= {"--sink-from": sink_from, "--recompute": recompute, "--chain": chain}
+        one |= {"--sink-from": sink_from, "--recompute": recompute, "--chain": chain, "--full": full}
+        one |= {"--since": since is not None, "--from-now": from_now, "--spark": in_spark}
         if wrong := [name for name, value in {**one, "--output json": output is Output.JSON}.items() if value]:
             raise UsageError("FOLLOW_OPTION", wrong=", ".join(wrong))
         return _follow(files, every, share, master, log_format)

@@ -11,20 +11,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from delivered.audit.seal import Seal
+from delivered.audit.sealed import read_sealed
+from delivered.checkpoint.folder import logged
 from delivered.checkpoint.history import add_audit
 from delivered.engine.context import open_shared_ledger
 from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
 from delivered.model.schedule import STOP_S_MAX, Cadence, Load, Schedule
+from delivered.operate.seals import SealStatus
 from delivered.operate.status import ASK_S_MAX, files
 from delivered.pipeline.definition import Definition
-from delivered.pipeline.spec import NO_INCARNATION
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +34,34 @@ _CANCEL_EVERY_S = 0.2
 _ERROR_LENGTH_MAX = 2_000
 
 
-def sealed_s(pipeline: Definition) -> float | None:
-    """Seconds since the last seal of the sink that was sealed longest ago; None: one has none, or none answers."""
+def seals_now(pipeline: Definition) -> dict[str, SealStatus]:
+    """By sink, the last seal and what is not sealed; empty: the ledger does not answer, and an audit says why."""
     spec = pipeline.spec
     try:
         with within(ASK_S_MAX):
+            incarnation, _ = logged(pipeline.checkpoint)
             sinks = spec.open()
-            with contextlib.closing(open_shared_ledger(sinks, spec.scope(sinks, NO_INCARNATION))) as ledger:
-                texts = [ledger.last_seal(m.name) for m in sinks.members if not m.dead_letters]
-        if None in texts:
-            return None
-        return max(time.time() - Seal.parse(text or "").sealed_at_ms / 1000 for text in texts)
-    except Exception as error:  # the first audit says what is wrong
+            with contextlib.closing(open_shared_ledger(sinks, spec.scope(sinks, incarnation))) as ledger:
+                names = [m.name for m in sinks.members if not m.dead_letters]
+                sealed = {name: read_sealed(filter(None, [ledger.last_seal(name)])) for name in names}
+                last = ledger.look().last
+        return {name: SealStatus.of(seals, last, name) for name, seals in sealed.items()}
+    except Exception as error:
         log.debug("%s: its last seal is not known: %s", pipeline.name, error)
-        return None
+        return {}
+
+
+def sealed_s(seals: Mapping[str, SealStatus]) -> float | None:
+    """Seconds since the last seal of the sink that was sealed longest ago; None: one has none, or none is known."""
+    ages = [s.age_s for s in seals.values()]
+    known = [age for age in ages if age is not None]
+    return max(known) if known and len(known) == len(ages) else None
+
+
+def unsealed(pipeline: Definition) -> list[str]:
+    """The sinks for which batches wait to be sealed; all, if the ledger does not answer."""
+    seals = seals_now(pipeline)
+    return [name for name in pipeline.sink_names if name not in seals or seals[name].unsealed_batches]
 
 
 def record_failure(pipeline: Definition, sink: str, error: object) -> None:
@@ -149,6 +164,7 @@ class Follower:
         audit: of one file.
         say: called with a line for each audit, and once for a file that is not followed.
         every: instead of the files' own.
+        waiting: the sinks of a pipeline for which an audit has something to do.
     """
 
     def __init__(
@@ -157,9 +173,11 @@ class Follower:
         audit: Callable[[Path], Audited],
         say: Callable[[str], None],
         every: Cadence | None = None,
+        waiting: Callable[[Definition], Sequence[str]] = unsealed,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._paths, self._audit, self._say, self._every, self._clock = paths, audit, say, every, clock
+        self._waiting = waiting
         self._schedules: dict[Path, tuple[Cadence, Schedule]] = {}
         self._said: dict[Path, str] = {}
 
@@ -193,10 +211,13 @@ class Follower:
         self._said.pop(path, None)
         known = self._schedules.get(path)
         if known is None or known[0] != cadence:
-            known = cadence, Schedule(cadence, self._clock(), sealed_s(pipeline))
+            known = cadence, Schedule(cadence, self._clock(), sealed_s(seals_now(pipeline)))
             self._schedules[path] = known
         started = self._clock()
         if not known[1].may_start(started, Load(idle=True, behind=False)):
+            return False
+        if not self._waiting(pipeline):
+            known[1].ended(started, started)
             return False
         done = self._audit(path)
         known[1].ended(started, self._clock())
