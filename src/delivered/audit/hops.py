@@ -1,0 +1,121 @@
+"""A chain of pipelines judged from the seals of its hops. Pure.
+
+If a hop delivered every record of its source, and the next hop read all that the first one delivered and delivered that
+in turn, then the records arrived from end to end, and no row needs to be read again. That holds where the seals join:
+each chain of seals covers its checkpoint from the first batch on, and the next hop read from the first row on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+
+from delivered.audit.evidence import Counts, breaches
+from delivered.audit.seal import Seal
+from delivered.audit.sealed import Sealed, State
+from delivered.model.capability import Guarantee
+
+
+@dataclass(frozen=True)
+class SealedHop:
+    """One pipeline of a chain, to the sink that the next one reads, or to the last one.
+
+    Attributes:
+        seals: of all its audits.
+        from_start: it read its source from the first row that the hop before it wrote.
+    """
+
+    pipeline: str
+    guarantee: Guarantee
+    seals: Sequence[Seal]
+    sealed: Sealed
+    from_start: bool = True
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What the seals say from end to end.
+
+    Attributes:
+        counts: sent by the first source, delivered to the last sink, and what was damaged at any hop.
+        given_up: at any hop, by its ledger.
+        start, end: positions in the first source.
+        unknowns: damage that counts do not show.
+        notes: which batches of which hop, and when they were sealed.
+    """
+
+    counts: Counts
+    given_up: int
+    start: str
+    end: str
+    unknowns: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def why_apart(hops: Sequence[SealedHop]) -> str | None:
+    """Why the seals of a chain do not join, so that its ends have to be compared; None: they do."""
+    for hop in hops:
+        if (why := _why_incomplete(hop)) is not None:
+            return why
+    return next((f"{h.pipeline} did not read from the first row on" for h in hops[1:] if not h.from_start), None)
+
+
+def _why_incomplete(hop: SealedHop) -> str | None:
+    """Why the seals do not say what became of every record of all batches up to the last one."""
+    if hop.sealed.last is None:
+        return f"{hop.pipeline} was never sealed"
+    if hop.sealed.faults:
+        return f"the chain of seals of {hop.pipeline} does not hold: {hop.sealed.faults[0]}"
+    if (first := hop.seals[0]).number or first.first:
+        return f"the seals of {hop.pipeline} start with batch {first.first}"
+    if len({s.scope.incarnation for s in hop.seals}) > 1:
+        return f"{hop.pipeline} was sealed on several checkpoints"
+    for state, says in ((State.NEVER_AUDITED, "were never audited"), (State.UNKNOWN, "could not be judged")):
+        if ranges := hop.sealed.of(state):
+            return f"batches {ranges[0].batches} of {hop.pipeline} {says}"
+    return None
+
+
+def join(hops: Sequence[SealedHop]) -> Joined:
+    """What the seals say, if they join (`why_apart`)."""
+    last = [hop.seals[-1] for hop in hops]
+    each = [seal.total.counts for seal in last]
+    counts = Counts(
+        sent=each[0].sent,
+        delivered=each[-1].delivered,
+        **{name: sum(getattr(c, name) for c in each) for name in ("lost", "duplicated", "altered", "unexpected")},
+    )
+    return Joined(
+        counts,
+        sum(seal.account.given_up.count for seal in last),
+        hops[0].seals[0].start,
+        last[0].end,
+        tuple(text for hop in hops for text in _beyond_counts(hop)),
+        tuple(_covered(hop) for hop in hops) + _ages(last),
+    )
+
+
+def _beyond_counts(hop: SealedHop) -> list[str]:
+    """Breaches that a hop's counts do not explain, such as damage to rows that only the ledger accounts for."""
+    found = []
+    for seal in hop.seals:
+        explained = breaches(hop.guarantee, seal.sums.counts, seal.sums.ledger.given_up.count)
+        found += [f"{hop.pipeline}, seal {seal.number}: {text}" for text in seal.breaches if text not in explained]
+    return found
+
+
+def _covered(hop: SealedHop) -> str:
+    return f"{hop.pipeline} is sealed up to batch {hop.seals[-1].last} by {len(hop.seals)} seals"
+
+
+def _ages(last: Sequence[Seal]) -> tuple[str, ...]:
+    """When each hop was sealed, if not at one time."""
+    times = [datetime.fromtimestamp(seal.sealed_at_ms / 1000, UTC).isoformat(timespec="seconds") for seal in last]
+    if any(abs(a.sealed_at_ms - b.sealed_at_ms) >= _APART_MS for a, b in pairwise(last)):
+        return (f"the hops were sealed at different times: {', '.join(times)}",)
+    return ()
+
+
+_APART_MS = 3_600_000
