@@ -1,0 +1,174 @@
+"""Sealed batches compared once more: log to SQLite, without Spark."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from tests.support.compared import by_record
+from tests.support.without_spark import deliver
+
+import delivered
+from delivered import Pipeline
+from delivered.audit.account import account
+from delivered.audit.evidence import Verdict
+from delivered.audit.recheck import Again, Rechecked, current, recheck
+from delivered.audit.request import AuditRequest, Sealing
+from delivered.audit.seal import Seal
+from delivered.connectors.log import append
+from delivered.model.capability import Guarantee
+
+ROWS = 10
+
+
+@dataclass
+class Orders:
+    """A pipeline from a log into SQLite, one batch and one seal at a time."""
+
+    folder: Path
+    sent: int = 0
+    said: list[str] = field(default_factory=list)
+
+    def pipeline(self) -> Pipeline:
+        return Pipeline(
+            name="orders",
+            guarantee="exactly_once",
+            checkpoint=self.folder / "checkpoint",
+            source=delivered.log(str(self.folder / "log"), startingOffsets="earliest"),
+            sinks=[delivered.sqlite(str(self.folder / "orders.db"), "orders", ifNotExists=True)],
+        )
+
+    def run(self) -> None:
+        rows = range(self.sent, self.sent + ROWS)
+        table = pa.table({"key": [b"%d" % n for n in rows], "value": [b"%d" % n for n in rows]})
+        append(str(self.folder / "log"), table, partition_by=2)
+        self.sent += ROWS
+        assert deliver(self.pipeline()) == 1
+
+    def request(self, sealing: Sealing | None = None, transform: str | None = None) -> AuditRequest:
+        made = self.pipeline()
+        return AuditRequest(
+            pipeline=made.name,
+            guarantee=Guarantee(made.guarantee),
+            checkpoint=made.checkpoint,
+            sources={n: e.source().planned() for n, e in made.sources.items()},
+            sink=made.sinks[0].sink(),
+            transform_version=made.spec.transform if transform is None else transform,
+            sealing=sealing,
+        )
+
+    def audit(self, how: Sealing | None = None) -> Verdict:
+        return account(self.request(how or Sealing()), by_record, self.said.append).verdict
+
+    def sql(self, statement: str) -> None:
+        with closing(sqlite3.connect(self.folder / "orders.db")) as connection, connection:
+            assert connection.execute(statement).rowcount > 0
+
+    def seals(self) -> list[Seal]:
+        with closing(sqlite3.connect(self.folder / "orders.db")) as connection:
+            return [Seal.parse(t) for (t,) in connection.execute("SELECT seal FROM _delivered_seal ORDER BY number")]
+
+    def recheck(self, first: int = 0, last: int = 99, transform: str | None = None) -> list[Rechecked]:
+        def wanted(seal: Seal) -> bool:
+            return seal.last >= first and seal.first <= last
+
+        return recheck(self.request(transform=transform), by_record, self.seals(), wanted, self.said.append)
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four batches, of which the last one is not sealed."""
+    orders = Orders(tmp_path_factory.mktemp("sealed"))
+    for is_sealed in (True, True, True, False):
+        orders.run()
+        if is_sealed:
+            assert orders.audit() is Verdict.HELD
+    return orders.folder
+
+
+@pytest.fixture
+def orders(sealed: Path, tmp_path: Path) -> Orders:
+    """A copy of it."""
+    shutil.copytree(sealed, tmp_path, dirs_exist_ok=True)
+    return Orders(tmp_path, 4 * ROWS)
+
+
+def outcomes(found: list[Rechecked]) -> list[tuple[Again, tuple[int, int]]]:
+    return [(f.outcome, f.batches) for f in found]
+
+
+def test_what_is_still_there_is_verified_again(orders: Orders) -> None:
+    before = orders.seals()
+    assert outcomes(orders.recheck()) == [(Again.VERIFIED, (0, 2))]
+    assert outcomes(orders.recheck(1, 1)) == [(Again.VERIFIED, (1, 1))]
+    assert orders.seals() == before
+
+
+def test_a_row_that_was_removed_since_is_found_in_its_range(orders: Orders) -> None:
+    orders.sql("DELETE FROM orders WHERE value = CAST('13' AS BLOB)")
+    found = orders.recheck()
+    assert outcomes(found) == [
+        (Again.VERIFIED, (0, 0)),
+        (Again.DIFFERS, (1, 1)),
+        (Again.VERIFIED, (2, 2)),
+    ]
+    assert found[1].says.startswith("1 records are lost, and 0 were sealed")
+
+
+def test_a_row_that_was_changed_since_is_found(orders: Orders) -> None:
+    orders.sql("UPDATE orders SET value = CAST('x' AS BLOB) WHERE value = CAST('25' AS BLOB)")
+    found = orders.recheck()
+    assert outcomes(found) == [(Again.VERIFIED, (0, 0)), (Again.VERIFIED, (1, 1)), (Again.DIFFERS, (2, 2))]
+
+
+def test_damage_that_was_sealed_is_as_it_was_sealed(orders: Orders) -> None:
+    orders.sql("DELETE FROM orders WHERE value = CAST('37' AS BLOB)")
+    assert orders.audit() is Verdict.BROKEN
+    assert outcomes(orders.recheck()) == [(Again.VERIFIED, (0, 3))]
+
+
+def test_records_that_changed_in_the_source_are_found(orders: Orders, tmp_path: Path) -> None:
+    """As many records as before, written later."""
+    shutil.rmtree(tmp_path / "log")
+    rows = range(4 * ROWS)
+    table = pa.table({"key": [b"%d" % n for n in rows], "value": [b"%d" % n for n in rows]})
+    for start in rows[::ROWS]:
+        append(str(tmp_path / "log"), table.slice(start, ROWS), partition_by=2)
+    found = orders.recheck()
+    assert outcomes(found) == [(Again.DIFFERS, (n, n)) for n in range(3)]
+    assert found[0].says == "the source yields 10 records, as sealed, but other ones"
+
+
+def test_batches_of_another_transform_are_not_compared(orders: Orders) -> None:
+    assert [f.says for f in orders.recheck(transform="another")] == ["they ran with another transform"]
+
+
+def test_of_batches_that_were_compared_twice_the_newest_seal_counts(orders: Orders) -> None:
+    assert orders.audit(Sealing(full=True)) is Verdict.HELD
+    assert [(s.first, s.last) for s in current(orders.seals())] == [(0, 3)]
+    assert outcomes(orders.recheck()) == [(Again.VERIFIED, (0, 3))]
+
+
+def test_a_range_that_was_never_audited(orders: Orders) -> None:
+    assert orders.audit(Sealing(from_now=True)) is Verdict.UNKNOWN
+    orders.run()
+    assert orders.audit() is Verdict.HELD
+    found = orders.recheck()
+    assert outcomes(found) == [
+        (Again.VERIFIED, (0, 2)),
+        (Again.NOT_COMPARED, (3, 3)),
+        (Again.VERIFIED, (4, 4)),
+    ], found
+    assert found[1].says == "they were never audited"
+
+
+def test_what_cannot_be_read_is_not_compared(orders: Orders, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "log")
+    (found,) = orders.recheck()
+    assert found.outcome in (Again.NOT_COMPARED, Again.EXPIRED)
+    assert found.says
