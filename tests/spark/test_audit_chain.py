@@ -181,3 +181,37 @@ def test_what_is_damaged_at_a_hop_is_found_there_and_from_end_to_end(
     named = {d: {s.id for s in report.ends[0].report.samples_of(d)} for d in (Damage.LOST, Damage.ALTERED)}
     assert named == {Damage.LOST: {ids[0], ids[3], ids[-1]}, Damage.ALTERED: {ids[1], ids[4], ids[-2]}}
     assert "from end to end: broken: 3 records are lost" in str(report)
+    assert "judged from the seals of the hops" in str(report)
+
+
+@pytest.mark.matrix
+def test_seals_of_hops_say_what_a_comparison_of_the_ends_says(kafka: Any, spark: SparkSession, chain: Chain) -> None:
+    """Two audits with a seal of each hop, and damage at one of them in between."""
+    chain.put(range(ORDERS))
+    chain.run(spark, "relay", "clean", "store")
+    first = delivered.audit_chain(chain.pipelines, spark)
+    assert first.verdict is Verdict.HELD, str(first)
+    assert counts_of(first)[-1] == Counts(ORDERS, ORDERS)
+    ids = chain.put(range(ORDERS, ORDERS + 10))
+    chain.run(spark, "relay", "clean", "store")
+    with psycopg.connect(chain.url) as connection:
+        connection.execute(f"DELETE FROM {chain.table} WHERE id = %s", [ids[3]])
+    chain.more_on_their_way(spark)
+    second = delivered.audit_chain(chain.pipelines, spark)
+    assert second.verdict is Verdict.BROKEN, str(second)
+    assert [h.report.continuation.base.last for h in second.hops[:2]] == [0, 0]  # type: ignore[union-attr]
+    assert [h.report.counts.sent for h in second.hops[:2]] == [12, 11], "what is new"
+    assert "judged from the seals of the hops" in str(second)
+    full = delivered.audit_chain(chain.pipelines, spark, full=True)
+    assert "judged from the seals of the hops" not in str(full)
+    n = ORDERS + 10
+    assert counts_of(second)[-1] == counts_of(full)[-1] == Counts(n + 2, n - 1, lost=1)
+    assert waiting_of(second)[-1] == waiting_of(full)[-1] == 3
+
+    relay = chain.pipelines[0]
+    chain.put(range(200, 201))
+    chain.run(spark, "relay")
+    relay.audit(spark, from_now=True)
+    apart = delivered.audit_chain(chain.pipelines, spark)
+    assert "the seals of the hops do not join: batches 3 to 3 of relay were never audited" in str(apart)
+    assert counts_of(apart)[-1] == Counts(n + 3, n - 1, lost=1)

@@ -17,9 +17,10 @@ import delivered
 from delivered import Pipeline
 from delivered.audit.account import account
 from delivered.audit.evidence import Verdict
-from delivered.audit.recheck import Again, Rechecked, current, recheck
+from delivered.audit.recheck import Again, Rechecked, recheck
 from delivered.audit.request import AuditRequest, Sealing
 from delivered.audit.seal import Seal
+from delivered.audit.sealed import current
 from delivered.connectors.log import append
 from delivered.model.capability import Guarantee
 

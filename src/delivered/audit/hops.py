@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from delivered.audit.evidence import Counts, breaches
 from delivered.audit.seal import Seal
-from delivered.audit.sealed import Sealed, State
+from delivered.audit.sealed import State, state_of
 from delivered.model.capability import Guarantee
 
 
@@ -23,14 +23,15 @@ class SealedHop:
     """One pipeline of a chain, to the sink that the next one reads, or to the last one.
 
     Attributes:
-        seals: of all its audits.
+        seals: `sealed.current` ones.
+        doubt: why they do not say what its newest audit found, or that it could not judge; empty: they do.
         from_start: it read its source from the first row that the hop before it wrote.
     """
 
     pipeline: str
     guarantee: Guarantee
     seals: Sequence[Seal]
-    sealed: Sealed
+    doubt: str = ""
     from_start: bool = True
 
 
@@ -64,17 +65,18 @@ def why_apart(hops: Sequence[SealedHop]) -> str | None:
 
 def _why_incomplete(hop: SealedHop) -> str | None:
     """Why the seals do not say what became of every record of all batches up to the last one."""
-    if hop.sealed.last is None:
+    if hop.doubt:
+        return f"{hop.pipeline}: {hop.doubt}"
+    if not hop.seals:
         return f"{hop.pipeline} was never sealed"
-    if hop.sealed.faults:
-        return f"the chain of seals of {hop.pipeline} does not hold: {hop.sealed.faults[0]}"
-    if (first := hop.seals[0]).number or first.first:
-        return f"the seals of {hop.pipeline} start with batch {first.first}"
+    if (first := hop.seals[0].first) != 0:
+        return f"the seals of {hop.pipeline} start with batch {first}"
     if len({s.scope.incarnation for s in hop.seals}) > 1:
         return f"{hop.pipeline} was sealed on several checkpoints"
-    for state, says in ((State.NEVER_AUDITED, "were never audited"), (State.UNKNOWN, "could not be judged")):
-        if ranges := hop.sealed.of(state):
-            return f"batches {ranges[0].batches} of {hop.pipeline} {says}"
+    for seal in hop.seals:
+        if state_of(seal) not in (State.HELD, State.BROKEN):
+            why = "were never audited" if not seal.audited else "could not be judged"
+            return f"batches {seal.first} to {seal.last} of {hop.pipeline} {why}"
     return None
 
 

@@ -16,6 +16,7 @@ from delivered.audit.continuation import is_behind
 from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.request import AuditRequest, BadExpression, Positions, SourceRange, parsed
 from delivered.audit.seal import Seal, Sums
+from delivered.audit.sealed import current
 from delivered.checkpoint.folder import read_view
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Slice
@@ -106,16 +107,6 @@ def recheck(
         say(f"comparing batches {group.seals[0].first} to {group.seals[-1].last} once more")
         found += _compare_all(request, comparing, group)
     return found
-
-
-def current(seals: Sequence[Seal]) -> list[Seal]:
-    """The seals without those whose batches were compared again later."""
-    kept: list[Seal] = []
-    for seal in seals:
-        while kept and kept[-1].scope == seal.scope and kept[-1].last >= seal.first:
-            kept.pop()
-        kept.append(seal)
-    return kept
 
 
 def _why_not(seal: Seal, request: AuditRequest) -> str | None:

@@ -83,20 +83,22 @@ class Sealed:
     """The seals of one sink, or the newest of them.
 
     Attributes:
-        ranges: oldest first.
+        ranges: oldest first; of batches that were compared several times, by the newest seal.
+        superseded: ranges whose batches were compared again later, as they were sealed then.
         last: the newest seal; None: the sink was never sealed.
         digest: its hash, as the next seal will name it.
         faults: where the chain does not hold (`chain_faults`).
     """
 
     ranges: tuple[SealedRange, ...] = ()
+    superseded: tuple[SealedRange, ...] = ()
     last: Seal | None = None
     digest: str = ""
     faults: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Verdict | None:
-        """Of all seals: broken beats unknown beats held. What was never audited, and a chain that does not hold, are
+        """Of all ranges: broken beats unknown beats held. What was never audited, and a chain that does not hold, are
         unknown. None: there is no seal."""
         states = {r.state for r in self.ranges}
         if State.BROKEN in states:
@@ -125,6 +127,7 @@ class Sealed:
                 "sealed_at_ms": self.last.sealed_at_ms,
             },
             "ranges": [r.to_json() for r in self.ranges],
+            "superseded": [r.to_json() for r in self.superseded],
             "faults": list(self.faults),
         }
 
@@ -138,22 +141,39 @@ def read_sealed(texts: Iterable[str]) -> Sealed:
     Raises:
         Refused: a later version of this package wrote one.
     """
-    ranges: list[SealedRange] = []
+    seals: list[Seal] = []
     faults: list[str] = []
-    last: tuple[Seal, str] | None = None
+    digest = ""
     stored = list(texts)
     for text, (seal, found) in zip(stored, checked(stored), strict=True):
         faults += found
-        if seal is None:
-            continue
+        if seal is not None:
+            seals.append(seal)
+            digest = digest_of(text)
+    kept = current(seals)
+    numbers = {seal.number for seal in kept}
+    others = [seal for seal in seals if seal.number not in numbers]
+    return Sealed(_ranges(kept), _ranges(others), seals[-1] if seals else None, digest, tuple(faults))
+
+
+def current(seals: Iterable[Seal]) -> list[Seal]:
+    """The seals without those whose batches were compared again later."""
+    kept: list[Seal] = []
+    for seal in seals:
+        while kept and kept[-1].scope == seal.scope and kept[-1].last >= seal.first:
+            kept.pop()
+        kept.append(seal)
+    return kept
+
+
+def _ranges(seals: Iterable[Seal]) -> tuple[SealedRange, ...]:
+    ranges: list[SealedRange] = []
+    for seal in seals:
         now = _range_of(seal)
         if ranges and _continues(ranges[-1], now):
             now = _joined(ranges.pop(), now)
         ranges.append(now)
-        last = seal, text
-    if last is None:
-        return Sealed(faults=tuple(faults))
-    return Sealed(tuple(ranges), last[0], digest_of(last[1]), tuple(faults))
+    return tuple(ranges)
 
 
 def _range_of(seal: Seal) -> SealedRange:
@@ -175,7 +195,7 @@ def _range_of(seal: Seal) -> SealedRange:
 
 def _continues(before: SealedRange, now: SealedRange) -> bool:
     same = (before.state, before.incarnation) == (now.state, now.incarnation)
-    return same and (before.last_seal + 1, before.last + 1) == (now.first_seal, now.first)
+    return same and before.last + 1 == now.first
 
 
 def _joined(before: SealedRange, now: SealedRange) -> SealedRange:

@@ -122,13 +122,12 @@ def audit(
         alone |= {
             "--sink-from": sink_from,
             "--recompute": recompute,
-            "--full": full,
             "--from-now": from_now,
             "--since": since is not None,
         }
         if wrong := [name for name, value in alone.items() if value]:
             raise UsageError("CHAIN_OPTION", wrong=", ".join(wrong))
-        return _audit_chain(files, master, sink, samples, spark_log, output)
+        return _audit_chain(files, master, sink, samples, full, spark_log, output)
     if len(files) > 1:
         raise UsageError("AUDIT_FILES", file_count=len(files))
     pipeline = read(files[0], set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
@@ -193,7 +192,13 @@ def _follow(paths: list[Path], every: str | None, share: str | None, master: str
 
 
 def _audit_chain(
-    files: list[Path], master: str | None, sink: str | None, samples: int, spark_log: str | None, output: Output
+    files: list[Path],
+    master: str | None,
+    sink: str | None,
+    samples: int,
+    full: bool,
+    spark_log: str | None,
+    output: Output,
 ) -> int:
     from delivered.audit.report import render
     from delivered.audit.spark.chain import audit_chain, links_of
@@ -203,7 +208,7 @@ def _audit_chain(
     links_of(pipelines)
     last = pipelines[-1]
     with working("starting Spark") as progress, quiet_spark(last, SparkLog.of(last, spark_log)) as spark:
-        report = audit_chain(pipelines, spark, sink=sink, samples_max=samples, progress=progress)
+        report = audit_chain(pipelines, spark, sink=sink, samples_max=samples, progress=progress, full=full)
     if output is Output.JSON:
         say(report.to_json())
     else:

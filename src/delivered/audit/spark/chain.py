@@ -1,7 +1,8 @@
-"""Audit a chain of pipelines: each hop as `audit/spark/audit.py` does, then the first source against the last sink.
+"""Audit a chain of pipelines: each hop from its own last seal, as `audit/spark/audit.py` does, then from end to end.
 
-From end to end, the rows of the first source go through all transforms. Each must be in the last sink, or wait between
-two pipelines, beyond what the later one has decided. Ledgers are read first, then sources and the sink, then
+Where the seals of the hops join (`audit/hops.py`), they say what arrived, and only rows on their way are read. Else the
+first source is compared with the last sink: its rows go through all transforms. Each must be in the last sink, or wait
+between two pipelines, beyond what the later one has decided. Ledgers are read first, then sources and the sink, then
 checkpoints: so each row is found at least once, and once more only if the batch that carries it on had started.
 """
 
@@ -20,11 +21,23 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 
 from delivered.audit.account import Progress, reason
-from delivered.audit.evidence import Damage
+from delivered.audit.evidence import Damage, Verdict
+from delivered.audit.hops import Joined, SealedHop, join, why_apart
 from delivered.audit.judge import contradictions
 from delivered.audit.local.request import chosen_sink
 from delivered.audit.report import AuditReport, ChainReport, Segment
-from delivered.audit.request import AuditRequest, BadExpression, Positions, parsed
+from delivered.audit.request import (
+    AuditRequest,
+    BadExpression,
+    Positions,
+    Sealing,
+    find_earlier,
+    parsed,
+    plain,
+    split_by_transform,
+)
+from delivered.audit.seal import Seal
+from delivered.audit.sealed import current, read_sealed
 from delivered.audit.spark.audit import audit_sink, request_for
 from delivered.audit.spark.comparison import stored_rows
 from delivered.audit.spark.reconcile import Slots, canonical_schema, hashed, reconcile, without_order
@@ -33,7 +46,9 @@ from delivered.audit.spark.source import SentRows, expressions, record_columns, 
 from delivered.checkpoint.folder import read_view
 from delivered.contract.sink import Sink
 from delivered.contract.source import Address, Source
+from delivered.engine.context import open_shared_ledger
 from delivered.engine.shard import fingerprint_seed
+from delivered.engine.sinks import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.identity import Scope
@@ -96,14 +111,18 @@ def audit_chain(
     sink: str | None = None,
     samples_max: int = 20,
     progress: Progress | None = None,
+    full: bool = False,
 ) -> ChainReport:
     """Account for every row from the first source to the last sink, per hop and from end to end.
+
+    Each hop continues from its last seal, and is sealed.
 
     Args:
         pipelines: in the order of the data; each reads what the one before it writes.
         sink: of the last pipeline; None: all of them.
         samples_max: damaged rows listed, per class.
         progress: called at each step with its description.
+        full: read everything at each hop, and compare the first source with the last sink.
 
     Raises:
         UsageError: two pipelines that are not linked, one with several sources, or no such sink.
@@ -115,17 +134,24 @@ def audit_chain(
     spark = ready(last, spark)
     hops: list[Segment] = []
     requests: list[AuditRequest] = []
+    sealed: list[SealedHop] = []
     for pipeline, endpoint in [*zip(pipelines, links, strict=False), *((last, end) for end in ends)]:
         requests.append(request_for(pipeline, endpoint, spark, samples_max)[1])
         name = requests[-1].named_sink
-        report = audit_sink(pipeline, spark, name, samples_max, None, progress)
+        report = audit_sink(pipeline, spark, name, samples_max, None, progress, sealing=Sealing(full=full))
         hops.append(Segment(f"{pipeline.name} -> {name}", report, None))
+        sealed.append(_sealed(pipeline, requests[-1], report))
     end_to_end: list[Segment] = []
     for at in range(len(links), len(hops)):
         path = [*range(len(links)), at]
+        apart = "--full was given" if full else why_apart([sealed[i] for i in path])
+        joined = join([sealed[i] for i in path]) if apart is None else None
         segment, waiting = _end_to_end(
-            spark, pipelines, [requests[i] for i in path], [hops[i].report for i in path], progress
+            spark, pipelines, [requests[i] for i in path], [hops[i].report for i in path], joined, progress
         )
+        if apart is not None and not full:
+            note = f"the seals of the hops do not join: {apart}; so the first source was compared with the last sink"
+            segment = replace(segment, report=replace(segment.report, notes=(*segment.report.notes, note)))
         for i, rows in zip(path, waiting, strict=False):
             hops[i] = replace(hops[i], under_way=rows)
         end_to_end.append(segment)
@@ -155,14 +181,36 @@ def _address(sink: Sink) -> Address | None:
         return None
 
 
+def _sealed(pipeline: Definition, request: AuditRequest, report: AuditReport) -> SealedHop:
+    """A hop's seals, once it was audited."""
+    sinks = request.decided_by or Sinks.one(request.sink, request.named_sink)
+    scope = Scope(request.pipeline, sinks.decider.name, read_view(request.checkpoint).incarnation)
+    try:
+        with closing(open_shared_ledger(sinks, scope)) as ledger:
+            texts = list(ledger.seals(request.named_sink))
+    except DeliveredError as error:
+        return SealedHop(pipeline.name, request.guarantee, (), reason(error))
+    chain, known = read_sealed(texts), report.continuation
+    doubt = chain.faults[0] if chain.faults else known.not_sealed if known is not None else ""
+    if not doubt and report.verdict is Verdict.UNKNOWN:
+        doubt = next(iter(report.unknowns), "its newest audit could not judge")
+    seals = current(map(Seal.parse, texts)) if not chain.faults else []
+    return SealedHop(pipeline.name, request.guarantee, seals, doubt, _reads_all(pipeline))
+
+
 def _end_to_end(
     spark: SparkSession,
     pipelines: Sequence[Definition],
     requests: Sequence[AuditRequest],
     reports: Sequence[AuditReport],
+    joined: Joined | None,
     progress: Progress | None,
 ) -> tuple[Segment, list[int]]:
-    """From the first source to one sink; and what waits for each hop, as far as it is known."""
+    """From the first source to one sink; and what waits for each hop, as far as it is known.
+
+    Args:
+        joined: what the seals say; None: everything is compared.
+    """
     guarantee, uncertain = weakest([r.guarantee for r in reports])
     empty = AuditReport(pipelines[0].name, requests[-1].named_sink, guarantee, uncertain=uncertain)
     name = f"{empty.pipeline} -> {empty.sink}, from end to end"
@@ -172,6 +220,8 @@ def _end_to_end(
             for hop in hops:
                 rows = hop.written(hop.decided, hop.newest)
                 waiting.append(max(rows.count() - hop.report.counts.in_progress, 0))
+            if joined is not None:
+                return Segment(name, _by_seals(empty, reports, joined), sum(waiting)), waiting
             if progress is not None:
                 progress(name)
             _check(hops)
@@ -181,6 +231,24 @@ def _end_to_end(
         raise
     except Exception as error:
         return Segment(name, replace(empty, unknowns=(reason(error),)), None), waiting
+
+
+def _by_seals(empty: AuditReport, reports: Sequence[AuditReport], joined: Joined) -> AuditReport:
+    """The report from end to end that the seals of the hops make."""
+    note = "judged from the seals of the hops; rows of a batch that nobody has sealed yet are under way"
+    return replace(
+        empty,
+        range_from=json.dumps(plain(parsed(joined.start))),
+        range_to=json.dumps(plain(parsed(joined.end))),
+        counts=joined.counts,
+        given_up=joined.given_up,
+        samples=tuple(sample for report in reports for sample in report.samples),
+        own=own_through(reports),
+        foreign=reports[-1].foreign,
+        id_says=reports[-1].id_says,
+        unknowns=joined.unknowns,
+        notes=(note, *joined.notes),
+    )
 
 
 @contextmanager
@@ -197,7 +265,9 @@ def _opened(
                 raise _unfit(pipeline, "has no range that was compared with its sink")
             (name,) = pipeline.sources
             read = context.enter_context(closing(SentRows(spark, request)))
-            start, decided = ({name: _offsets(text, name)} for text in (report.range_from, report.range_to))
+            # Of all batches: the report may be of those after the last seal.
+            start, _ = read.sources.start()
+            decided = {name: _offsets(report.range_to, name)}
             hops.append(_Hop(pipeline, request, report, read, start, decided, read.sources.newest()))
         yield hops
 
@@ -218,7 +288,8 @@ def _check(hops: Sequence[_Hop]) -> None:
             raise _unfit(hop.pipeline, "drops repeats")
         if hop.request.sink.capability().write.upserts or hop.pipeline.output_mode != "append":
             raise _unfit(hop.pipeline, "keeps one row per key")
-        if hop.report.earlier is not None:
+        newest, version = hop.report.history.last, hop.request.transform_version
+        if newest is not None and find_earlier(split_by_transform(newest, hop.start), version)[1] is not None:
             raise _unfit(hop.pipeline, "ran with more than one transform")
         if beyond := beyond_rows(hop.probe()):
             raise _unfit(hop.pipeline, f"puts rows together ({', '.join(beyond)})")
@@ -275,7 +346,7 @@ def _compare(
         range_from=hops[0].report.range_from,
         range_to=hops[0].report.range_to,
         counts=result.counts,
-        given_up=sum(h.report.given_up for h in hops),
+        given_up=sum(_given_up(h.report) for h in hops),
         samples=result.samples,
         partitions=result.partitions,
         own=own_through([h.report for h in hops]),
@@ -286,6 +357,12 @@ def _compare(
     # Beside what the sink holds: what is still on its way to it.
     report = replace(report, counts=replace(result.counts, delivered=there - foreign))
     return report, max(source_end + waits - result.counts.in_progress, 0)
+
+
+def _given_up(report: AuditReport) -> int:
+    """By all batches: the report may be of those after the last seal."""
+    newest = report.continuation.newest if report.continuation is not None else None
+    return report.given_up if newest is None else newest.account.given_up.count
 
 
 def _at(frame: DataFrame, slots: Slots, name: str) -> Column:
@@ -303,12 +380,21 @@ def _unknowns(hops: Sequence[_Hop], report: AuditReport) -> list[str]:
     if counts.lost and report.uncertain:
         unknowns.append("one hop may lose rows and another one may repeat them: a loss proves nothing against either")
     for hop in hops[1:]:
-        (endpoint,) = hop.pipeline.sources.values()
-        options = {k.lower(): v for k, v in endpoint.options.items()}
-        start = options.get("startingoffsets", "earliest" if endpoint.system == "outbox" else "latest")
-        if counts.lost and start != "earliest":
+        if counts.lost and not _reads_all(hop.pipeline):
+            start = _start_of(hop.pipeline)
             unknowns.append(f"{hop.pipeline.name} started at {start}: what came before may be what is lost")
     return unknowns
+
+
+def _start_of(pipeline: Definition) -> str:
+    """Where its first batch started, as its only source says."""
+    (endpoint,) = pipeline.sources.values()
+    options = {k.lower(): v for k, v in endpoint.options.items()}
+    return options.get("startingoffsets", "earliest" if endpoint.system == "outbox" else "latest")
+
+
+def _reads_all(pipeline: Definition) -> bool:
+    return _start_of(pipeline) == "earliest"
 
 
 def _carry(before: _Hop, after: _Hop, frame: DataFrame) -> DataFrame:
