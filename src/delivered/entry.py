@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
     from delivered.audit.evidence_file import Bound, Evidence
+    from delivered.audit.recheck import Rechecked
     from delivered.audit.report import AuditReport
     from delivered.audit.request import Sealing
     from delivered.operate.continuous import ContinuousAudit
@@ -380,3 +381,37 @@ class Pipeline(Definition):
             # Sources and sinks may be down or removed; the seals are not.
             plan = self.plan(offline=True)
         return gather_evidence(self, to_json(plan), sink, start, end)
+
+    def recheck(
+        self,
+        evidence: Evidence,
+        spark: SparkSession | Callable[[], SparkSession] | None = None,
+        *,
+        batches: range | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> dict[str, list[Rechecked]]:
+        """Compare sealed batches with source and sinks once more, as far as these still have the records. By sink.
+
+        Seals nothing. First check the file, and that the ledger has its seals.
+
+        Args:
+            spark: as in `audit`.
+            batches: of the newest checkpoint. Default: all in the evidence.
+            progress: called at each step with its description.
+
+        Raises:
+            UsageError: a sink that the pipeline does not have, or one of Spark's own sources.
+            Unreachable: the ledger or the checkpoint did not answer.
+        """
+        from delivered.audit.recheck import Chosen
+        from delivered.audit.spark.audit import recheck_sink
+        from delivered.operate.evidence import sealed_by
+
+        say = progress or (lambda _: None)
+        found = {}
+        for chain in evidence.chains:
+            seals = sealed_by(self, chain.sink)
+            wanted = Chosen(chain.first, chain.last, batches, seals[-1].scope.incarnation if seals else "")
+            session = spark() if callable(spark) else spark
+            found[chain.sink] = recheck_sink(self, session, chain.sink, seals, wanted, say)
+        return found

@@ -60,6 +60,30 @@ class Rechecked:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """Which seals are rechecked: those of a file, of some batches of the newest checkpoint.
+
+    Attributes:
+        first, last: their numbers.
+        batches: None: all, of any checkpoint.
+    """
+
+    first: int
+    last: int
+    batches: range | None
+    incarnation: str
+
+    def __call__(self, seal: Seal) -> bool:
+        if not self.first <= seal.number <= self.last:
+            return False
+        return self.batches is None or (
+            seal.scope.incarnation == self.incarnation
+            and seal.last >= self.batches.start
+            and seal.first < self.batches.stop
+        )
+
+
+@dataclass(frozen=True)
 class _Group:
     """Seals that follow each other.
 

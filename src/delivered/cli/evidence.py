@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from delivered.audit.evidence_file import Evidence, Fault
 from delivered.cli.command import (
     Commands,
     FileArgument,
+    MasterOption,
     Output,
     OutputOption,
     SetOption,
+    SparkLogOption,
     console,
     note,
     read,
@@ -24,9 +27,15 @@ from delivered.cli.command import (
     spoken,
     working,
 )
+from delivered.entry import Pipeline
 from delivered.model.errors import UsageError
 from delivered.model.options import is_reference, resolve_secret
 from delivered.model.secrets import one_line
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from delivered.audit.evidence_file import Evidence, Fault
 
 
 class _Evidence(typer.core.TyperGroup):
@@ -45,6 +54,7 @@ evidence_app = Commands(
     no_args_is_help=True,
 )
 
+_NONE = "none"
 _KEY_HELP = "A PEM file, file:PATH, or env:NAME of a variable that holds the key."
 
 
@@ -103,12 +113,23 @@ def check(
     key: Annotated[
         str | None, typer.Option(metavar="KEY", help=f"Check the signature by this public key. {_KEY_HELP}")
     ] = None,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            metavar="BATCHES",
+            help="With a pipeline file: compare these sealed batches with source and sink once more, for example "
+            "120-180; all: those that are still there; none.",
+        ),
+    ] = "all",
+    master: MasterOption = None,
+    spark_log: SparkLogOption = None,
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Check that an evidence file is as it was written, and its chain of seals intact; exit code 1 if not."""
     from delivered.audit.evidence_file import read_evidence
     from delivered.audit.signature import check_signature
 
+    batches = _batches(recompute)
     try:
         raw = file.read_bytes()
     except OSError as error:
@@ -124,16 +145,60 @@ def check(
     if pipeline is not None:
         from delivered.operate.evidence import compare_with_ledger
 
-        definition = read(pipeline, set_)
+        definition = read(pipeline, set_, master=master)
         with working(f"reading the seals of {definition.name}"):
             differs, same = compare_with_ledger(evidence, definition)
         faults += differs
         says += same
+        if recompute != _NONE and faults:
+            says.append("nothing was compared once more: the seals are not those of the ledger")
+        elif recompute != _NONE:
+            differs, same = _compared_again(definition, evidence, batches, spark_log)
+            faults += differs
+            says += same
     _report(output, evidence, faults, says)
     return 1 if faults else 0
 
 
+def _compared_again(
+    pipeline: Pipeline, evidence: Evidence, batches: range | None, spark_log: str | None
+) -> tuple[list[Fault], list[str]]:
+    """Sealed batches that differ, and those that do not."""
+    from delivered.audit.evidence_file import Fault, Kind
+    from delivered.audit.recheck import Again
+    from delivered.cli.run import SparkLog, quiet_spark
+
+    faults: list[Fault] = []
+    says: list[str] = []
+    with working("starting") as progress, ExitStack() as session:
+
+        @cache
+        def spark() -> SparkSession:
+            return session.enter_context(quiet_spark(pipeline, SparkLog.of(pipeline, spark_log)))
+
+        again = pipeline.recheck(evidence, spark, batches=batches, progress=progress)
+    for sink, found in again.items():
+        for one in found:
+            if one.outcome is Again.DIFFERS:
+                faults.append(Fault(Kind.DIFFERS, str(one), sink))
+            else:
+                says.append(f"{sink}: {one}")
+    return faults, says
+
+
+def _batches(text: str) -> range | None:
+    """Of `--recompute`; None: all, or none."""
+    if text in ("all", _NONE):
+        return None
+    first, _, last = text.partition("-")
+    if not (first.isascii() and first.isdigit()) or (last and not (last.isascii() and last.isdigit())):
+        raise UsageError("EVIDENCE_BATCHES", text=text)
+    return range(int(first), int(last or first) + 1)
+
+
 def _report(output: Output, evidence: Evidence, faults: list[Fault], says: list[str]) -> None:
+    from delivered.audit.sealed import State
+
     sealed = [(chain, chain.sealed) for chain in evidence.chains]
     if output is Output.JSON:
         say_json(
@@ -157,6 +222,9 @@ def _report(output: Output, evidence: Evidence, faults: list[Fault], says: list[
             say(one_line(f"  batches {r.batches}: {r.state.value}, {r.records:,} records by the ledger"))
             for reason in r.reasons:
                 say(one_line(f"    {spoken(reason)}"))
+        for r in of.superseded:
+            if r.state is not State.HELD:
+                say(one_line(f"  batches {r.batches}: {r.state.value}, before they were compared again"))
 
 
 def _key(option: str, reference: str) -> bytes:

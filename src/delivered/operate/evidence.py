@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from delivered.audit.evidence_file import Bound, Chain, Evidence, Fault, Kind, against_ledger, new_evidence, select
+from delivered.audit.seal import Seal
 from delivered.audit.sealed import read_sealed
 from delivered.checkpoint.folder import logged
 from delivered.contract.source import Offsets
@@ -103,6 +104,12 @@ def compare_with_ledger(evidence: Evidence, pipeline: Definition) -> tuple[list[
             faults += differs
             said += [f"{chain.sink}: {text}" for text in says]
     return faults, said
+
+
+def sealed_by(pipeline: Definition, sink: str) -> list[Seal]:
+    """All seals of a sink in the pipeline's ledger."""
+    with _ledger(pipeline) as ledger:
+        return [Seal.parse(text) for text in ledger.seals(sink)]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -12,8 +12,10 @@ import pyarrow as pa
 
 from delivered.audit.account import Progress, account, guarded
 from delivered.audit.local.request import chosen_sink, request_of
+from delivered.audit.recheck import Rechecked, recheck
 from delivered.audit.report import AuditReport
 from delivered.audit.request import AuditRequest, Sealing, Transform
+from delivered.audit.seal import Seal
 from delivered.audit.spark.comparison import in_spark
 from delivered.audit.spark.recompute import recompute
 from delivered.contract.sink import Sink
@@ -52,6 +54,20 @@ def audit_sink(
     spark, request = request_for(pipeline, chosen, session, samples_max, sink_from, recompute, sealing)
     with own_views(pipeline.transform, spark, pipeline.sources):
         return audit(spark, request, progress)
+
+
+def recheck_sink(
+    pipeline: Definition,
+    session: SparkSession | None,
+    sink: str,
+    seals: Sequence[Seal],
+    wanted: Callable[[Seal], bool],
+    progress: Progress,
+) -> list[Rechecked]:
+    """Compare sealed batches of one sink once more: `delivered.audit.recheck`."""
+    spark, request = request_for(pipeline, chosen_sink(pipeline, sink), session, 0)
+    with own_views(pipeline.transform, spark, pipeline.sources):
+        return recheck(request, partial(in_spark, spark), seals, wanted, progress)
 
 
 def request_for(
