@@ -63,11 +63,11 @@ def test_damage_that_no_count_shows_is_not_forgotten() -> None:
         (lambda seals: seals[1:], "the seals of store start with batch 10"),
         (
             lambda seals: [seals[0], replace(seals[1], audited=False), seals[2]],
-            "batches 10 to 19 of store were never audited",
+            "store, batches 10 to 19: never audited",
         ),
         (
             lambda seals: [seals[0], replace(seals[1], verdict=Verdict.UNKNOWN), seals[2]],
-            "batches 10 to 19 of store could not be judged",
+            "store, batches 10 to 19: not judged",
         ),
         (
             lambda seals: [*seals[:2], replace(seals[2], scope=Scope("store", "kafka", "9c1d"), first=0)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -74,11 +74,14 @@ class Orders:
         with closing(sqlite3.connect(self.folder / "orders.db")) as connection:
             return [Seal.parse(t) for (t,) in connection.execute("SELECT seal FROM _delivered_seal ORDER BY number")]
 
-    def recheck(self, first: int = 0, last: int = 99, transform: str | None = None) -> list[Rechecked]:
+    def recheck(
+        self, first: int = 0, last: int = 99, transform: str | None = None, seals: list[Seal] | None = None
+    ) -> list[Rechecked]:
         def wanted(seal: Seal) -> bool:
             return seal.last >= first and seal.first <= last
 
-        return recheck(self.request(transform=transform), by_record, self.seals(), wanted, self.said.append)
+        seals = self.seals() if seals is None else seals
+        return recheck(self.request(transform=transform), by_record, seals, wanted, self.said.append)
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +169,31 @@ def test_a_range_that_was_never_audited(orders: Orders) -> None:
         (Again.VERIFIED, (4, 4)),
     ], found
     assert found[1].says == "they were never audited"
+
+
+def test_rows_of_batches_that_followed_may_lie_among_the_sealed_ones(orders: Orders) -> None:
+    """As if each of the batches 2 and 3 had been decided while the audit of the one before it read the sink."""
+    one, two, three = orders.seals()
+    until = orders.request().sink.scan().position()
+    busy = [one, replace(two, sink_read=three.sink_end), replace(three, sink_read=until)]
+    assert outcomes(orders.recheck(2, seals=busy)) == [(Again.VERIFIED, (2, 2))]
+    assert outcomes(orders.recheck(1, 1, seals=busy)) == [(Again.VERIFIED, (1, 1))]
+    assert outcomes(orders.recheck(seals=busy)) == [(Again.VERIFIED, (0, 2))]
+
+
+def test_rows_of_sealed_batches_may_lie_behind_where_the_sink_was_read_on(orders: Orders) -> None:
+    """As if batch 0 had been decided while its own audit looked where the sink ended."""
+    one, two, three = orders.seals()
+    start = {"sink_end": None, "settled": -1, "settled_end": one.start}
+    early = [replace(one, **start), replace(two, sink_start=None), three]  # type: ignore[arg-type]
+    assert outcomes(orders.recheck(1, 1, seals=early)) == [(Again.VERIFIED, (1, 1))]
+    orders.sql("INSERT INTO orders SELECT * FROM orders WHERE value = CAST('3' AS BLOB)")
+    assert outcomes(orders.recheck(1, 1, seals=early)) == [(Again.VERIFIED, (1, 1))], "it lies behind batch 1"
+
+
+def test_a_sink_without_positions_shows_the_source_only(orders: Orders) -> None:
+    whole = [replace(s, sink_start=None, sink_end=None, sink_read=None) for s in orders.seals()]
+    assert outcomes(orders.recheck(seals=whole)) == [(Again.SOURCE, (0, 2))]
 
 
 def test_what_cannot_be_read_is_not_compared(orders: Orders, tmp_path: Path) -> None:

@@ -75,8 +75,9 @@ def _why_incomplete(hop: SealedHop) -> str | None:
         return f"{hop.pipeline} was sealed on several checkpoints"
     for seal in hop.seals:
         if state_of(seal) not in (State.HELD, State.BROKEN):
-            why = "were never audited" if not seal.audited else "could not be judged"
-            return f"batches {seal.first} to {seal.last} of {hop.pipeline} {why}"
+            why = "not judged" if seal.audited else "never audited"
+            batches = f"batch {seal.first}" if seal.first == seal.last else f"batches {seal.first} to {seal.last}"
+            return f"{hop.pipeline}, {batches}: {why}"
     return None
 
 

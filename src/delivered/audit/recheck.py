@@ -251,7 +251,8 @@ def _slices(scan: BoundedScan, group: _Group) -> tuple[list[Slice], int]:
     first, last, before = group.seals[0], group.seals[-1], group.before
     if last.sink_read is None:
         return [], 0
-    shared = before.sink_read if before is not None and first.sink_start is not None else None
+    # A seal that was read from the sink's start does not continue the one before it.
+    shared = before.sink_read if before is not None and first.sink_start == before.sink_end else None
     if shared is None or shared == first.sink_start:
         return list(scan.slices(first.sink_start, last.sink_read)), 0
     old = scan.slices(first.sink_start, shared)
