@@ -56,7 +56,8 @@ def test_a_file_is_read_as_it_was_written() -> None:
 
 def test_a_changed_field_is_found() -> None:
     raw = evidence().text.encode()
-    assert kinds(raw.replace(b"two-phase commit", b"two-phase permit")) == [Kind.CHANGED]
+    _, (fault,) = read_evidence(raw.replace(b"two-phase commit", b"two-phase permit"), "evidence.json")
+    assert (fault.kind, fault.text.endswith("its sha256 is another one")) == (Kind.CHANGED, True)
 
 
 def test_a_file_laid_out_anew_is_found() -> None:

@@ -22,7 +22,7 @@ from delivered.engine.context import open_shared_ledger
 from delivered.ledger import Ledger
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.options import in_file_words
-from delivered.model.secrets import redacted, without_secrets
+from delivered.model.secrets import without_secrets
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 
@@ -130,7 +130,7 @@ def _chosen(pipeline: Definition, sink: str | None) -> dict[str, Endpoint]:
 
 
 def _identity(endpoint: Endpoint) -> dict[str, Any]:
-    return {"format": endpoint.format, "options": redacted(endpoint.options)}
+    return {"format": endpoint.format, "options": dict(endpoint.options)}
 
 
 def _answer(ask: Callable[[Endpoint], Offsets | None], endpoint: Endpoint) -> str | None:
