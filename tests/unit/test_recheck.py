@@ -3,85 +3,54 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from tests.support.compared import by_record
-from tests.support.without_spark import deliver
+from tests.support.orders import COPY, DELETE, ROWS, Orders
 
-import delivered
-from delivered import Pipeline
-from delivered.audit.account import account
 from delivered.audit.evidence import Verdict
 from delivered.audit.recheck import Again, Rechecked, recheck
-from delivered.audit.request import AuditRequest, Sealing
+from delivered.audit.request import AuditRequest
 from delivered.audit.seal import Seal
 from delivered.audit.sealed import current
 from delivered.connectors.log import append
 from delivered.model.capability import Guarantee
+from delivered.pipeline import registry
 
-ROWS = 10
+
+@pytest.fixture(autouse=True)
+def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connectors of installed packages."""
+    monkeypatch.setattr(registry, "_entries", cache(registry._entries))
 
 
-@dataclass
-class Orders:
-    """A pipeline from a log into SQLite, one batch and one seal at a time."""
+def request(orders: Orders, **how: Any) -> AuditRequest:
+    made = orders.pipeline()
+    return AuditRequest(
+        pipeline=made.name,
+        guarantee=Guarantee(made.guarantee),
+        checkpoint=made.checkpoint,
+        sources={n: e.source().planned() for n, e in made.sources.items()},
+        sink=made.sinks[0].sink(),
+        **{"transform_version": made.spec.transform, **how},
+    )
 
-    folder: Path
-    sent: int = 0
-    said: list[str] = field(default_factory=list)
 
-    def pipeline(self) -> Pipeline:
-        return Pipeline(
-            name="orders",
-            guarantee="exactly_once",
-            checkpoint=self.folder / "checkpoint",
-            source=delivered.log(str(self.folder / "log"), startingOffsets="earliest"),
-            sinks=[delivered.sqlite(str(self.folder / "orders.db"), "orders", ifNotExists=True)],
-        )
+def again(
+    orders: Orders, first: int = 0, last: int = 99, seals: list[Seal] | None = None, **how: Any
+) -> list[Rechecked]:
+    """Batches of `first` to `last`."""
 
-    def run(self) -> None:
-        rows = range(self.sent, self.sent + ROWS)
-        table = pa.table({"key": [b"%d" % (n % ROWS) for n in rows], "value": [b"%d" % n for n in rows]})
-        append(str(self.folder / "log"), table, partition_by=2)
-        self.sent += ROWS
-        assert deliver(self.pipeline()) == 1
+    def wanted(seal: Seal) -> bool:
+        return seal.last >= first and seal.first <= last
 
-    def request(self, sealing: Sealing | None = None, transform: str | None = None, **how: Any) -> AuditRequest:
-        made = self.pipeline()
-        return AuditRequest(
-            pipeline=made.name,
-            guarantee=Guarantee(made.guarantee),
-            checkpoint=made.checkpoint,
-            sources={n: e.source().planned() for n, e in made.sources.items()},
-            sink=made.sinks[0].sink(),
-            transform_version=made.spec.transform if transform is None else transform,
-            sealing=sealing,
-            **how,
-        )
-
-    def audit(self, how: Sealing | None = None) -> Verdict:
-        return account(self.request(how or Sealing()), by_record, self.said.append).verdict
-
-    def sql(self, statement: str) -> None:
-        with closing(sqlite3.connect(self.folder / "orders.db")) as connection, connection:
-            assert connection.execute(statement).rowcount > 0
-
-    def seals(self) -> list[Seal]:
-        with closing(sqlite3.connect(self.folder / "orders.db")) as connection:
-            return [Seal.parse(t) for (t,) in connection.execute("SELECT seal FROM _delivered_seal ORDER BY number")]
-
-    def recheck(self, first: int = 0, last: int = 99, seals: list[Seal] | None = None, **how: Any) -> list[Rechecked]:
-        def wanted(seal: Seal) -> bool:
-            return seal.last >= first and seal.first <= last
-
-        seals = self.seals() if seals is None else seals
-        return recheck(self.request(**how), by_record, seals, wanted, self.said.append)
+    seals = orders.seals() if seals is None else seals
+    return recheck(request(orders, **how), by_record, seals, wanted, lambda _: None)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +60,7 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for is_sealed in (True, True, True, False):
         orders.run()
         if is_sealed:
-            assert orders.audit() is Verdict.HELD
+            assert orders.audit().verdict is Verdict.HELD
     return orders.folder
 
 
@@ -108,14 +77,14 @@ def outcomes(found: list[Rechecked]) -> list[tuple[Again, tuple[int, int]]]:
 
 def test_what_is_still_there_is_verified_again(orders: Orders) -> None:
     before = orders.seals()
-    assert outcomes(orders.recheck()) == [(Again.VERIFIED, (0, 2))]
-    assert outcomes(orders.recheck(1, 1)) == [(Again.VERIFIED, (1, 1))]
+    assert outcomes(again(orders)) == [(Again.VERIFIED, (0, 2))]
+    assert outcomes(again(orders, 1, 1)) == [(Again.VERIFIED, (1, 1))]
     assert orders.seals() == before
 
 
 def test_a_row_that_was_removed_since_is_found_in_its_range(orders: Orders) -> None:
-    orders.sql("DELETE FROM orders WHERE value = CAST('13' AS BLOB)")
-    found = orders.recheck()
+    orders.sql(DELETE.format(25))
+    found = again(orders)
     assert outcomes(found) == [
         (Again.VERIFIED, (0, 0)),
         (Again.DIFFERS, (1, 1)),
@@ -125,44 +94,44 @@ def test_a_row_that_was_removed_since_is_found_in_its_range(orders: Orders) -> N
 
 
 def test_a_row_that_was_changed_since_is_found(orders: Orders) -> None:
-    orders.sql("UPDATE orders SET value = CAST('x' AS BLOB) WHERE value = CAST('25' AS BLOB)")
-    found = orders.recheck()
+    orders.sql("UPDATE orders SET value = CAST('x' AS BLOB) WHERE value = CAST('45' AS BLOB)")
+    found = again(orders)
     assert outcomes(found) == [(Again.VERIFIED, (0, 0)), (Again.VERIFIED, (1, 1)), (Again.DIFFERS, (2, 2))]
 
 
 def test_damage_that_was_sealed_is_as_it_was_sealed(orders: Orders) -> None:
-    orders.sql("DELETE FROM orders WHERE value = CAST('37' AS BLOB)")
-    assert orders.audit() is Verdict.BROKEN
-    assert outcomes(orders.recheck()) == [(Again.VERIFIED, (0, 3))]
+    orders.sql(DELETE.format(67))
+    assert orders.audit().verdict is Verdict.BROKEN
+    assert outcomes(again(orders)) == [(Again.VERIFIED, (0, 3))]
 
 
 def test_records_that_changed_in_the_source_are_found(orders: Orders, tmp_path: Path) -> None:
     """As many records as before, written later."""
     shutil.rmtree(tmp_path / "log")
     rows = range(4 * ROWS)
-    table = pa.table({"key": [b"%d" % (n % ROWS) for n in rows], "value": [b"%d" % n for n in rows]})
+    table = pa.table({"key": [b"%d" % (n % 5) for n in rows], "value": [b"%d" % n for n in rows]})
     for start in rows[::ROWS]:
         append(str(tmp_path / "log"), table.slice(start, ROWS), partition_by=2)
-    found = orders.recheck()
+    found = again(orders)
     assert outcomes(found) == [(Again.DIFFERS, (n, n)) for n in range(3)]
-    assert found[0].says == "the source yields 10 records, as sealed, but other ones"
+    assert found[0].says == "the source yields 20 records, as sealed, but other ones"
 
 
 def test_batches_of_another_transform_are_not_compared(orders: Orders) -> None:
-    assert [f.says for f in orders.recheck(transform="another")] == ["they ran with another transform"]
+    assert [f.says for f in again(orders, transform_version="another")] == ["they ran with another transform"]
 
 
 def test_of_batches_that_were_compared_twice_the_newest_seal_counts(orders: Orders) -> None:
-    assert orders.audit(Sealing(full=True)) is Verdict.HELD
+    assert orders.audit(full=True).verdict is Verdict.HELD
     assert [(s.first, s.last) for s in current(orders.seals())] == [(0, 3)]
-    assert outcomes(orders.recheck()) == [(Again.VERIFIED, (0, 3))]
+    assert outcomes(again(orders)) == [(Again.VERIFIED, (0, 3))]
 
 
 def test_a_range_that_was_never_audited(orders: Orders) -> None:
-    assert orders.audit(Sealing(from_now=True)) is Verdict.UNKNOWN
+    assert orders.audit(from_now=True).verdict is Verdict.UNKNOWN
     orders.run()
-    assert orders.audit() is Verdict.HELD
-    found = orders.recheck()
+    assert orders.audit().verdict is Verdict.HELD
+    found = again(orders)
     assert outcomes(found) == [
         (Again.VERIFIED, (0, 2)),
         (Again.NOT_COMPARED, (3, 3)),
@@ -174,11 +143,11 @@ def test_a_range_that_was_never_audited(orders: Orders) -> None:
 def test_rows_of_batches_that_followed_may_lie_among_the_sealed_ones(orders: Orders) -> None:
     """As if each of the batches 2 and 3 had been decided while the audit of the one before it read the sink."""
     one, two, three = orders.seals()
-    until = orders.request().sink.scan().position()
+    until = request(orders).sink.scan().position()
     busy = [one, replace(two, sink_read=three.sink_end), replace(three, sink_read=until)]
-    assert outcomes(orders.recheck(2, seals=busy)) == [(Again.VERIFIED, (2, 2))]
-    assert outcomes(orders.recheck(1, 1, seals=busy)) == [(Again.VERIFIED, (1, 1))]
-    assert outcomes(orders.recheck(seals=busy)) == [(Again.VERIFIED, (0, 2))]
+    assert outcomes(again(orders, 2, seals=busy)) == [(Again.VERIFIED, (2, 2))]
+    assert outcomes(again(orders, 1, 1, seals=busy)) == [(Again.VERIFIED, (1, 1))]
+    assert outcomes(again(orders, seals=busy)) == [(Again.VERIFIED, (0, 2))]
 
 
 def test_rows_of_sealed_batches_may_lie_behind_where_the_sink_was_read_on(orders: Orders) -> None:
@@ -187,18 +156,26 @@ def test_rows_of_sealed_batches_may_lie_behind_where_the_sink_was_read_on(orders
     start = {"sink_end": None, "settled": -1, "settled_end": one.start}
     early = [replace(one, **start), replace(two, sink_start=None), three]  # type: ignore[arg-type]
     for how in ({}, {"id": "key"}):  # each batch has the same keys
-        assert outcomes(orders.recheck(1, 1, seals=early, **how)) == [(Again.VERIFIED, (1, 1))], how
-    orders.sql("INSERT INTO orders SELECT * FROM orders WHERE value = CAST('3' AS BLOB)")
-    assert outcomes(orders.recheck(1, 1, seals=early)) == [(Again.VERIFIED, (1, 1))], "it lies behind batch 1"
+        assert outcomes(again(orders, 1, 1, seals=early, **how)) == [(Again.VERIFIED, (1, 1))], how
+    orders.sql(COPY.format(3))
+    assert outcomes(again(orders, 1, 1, seals=early)) == [(Again.VERIFIED, (1, 1))], "it lies behind batch 1"
 
 
 def test_a_sink_without_positions_shows_the_source_only(orders: Orders) -> None:
     whole = [replace(s, sink_start=None, sink_end=None, sink_read=None) for s in orders.seals()]
-    assert outcomes(orders.recheck(seals=whole)) == [(Again.SOURCE, (0, 2))]
+    assert outcomes(again(orders, seals=whole)) == [(Again.SOURCE, (0, 2))]
+
+
+def test_records_that_the_source_has_dropped_are_expired(orders: Orders) -> None:
+    orders.drop(1)
+    found = again(orders)
+    assert outcomes(found) == [(Again.EXPIRED, (0, 1)), (Again.VERIFIED, (2, 2))], found
+    orders.drop(2)
+    assert outcomes(again(orders)) == [(Again.EXPIRED, (0, 2))]
 
 
 def test_what_cannot_be_read_is_not_compared(orders: Orders, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "log")
-    (found,) = orders.recheck()
-    assert found.outcome in (Again.NOT_COMPARED, Again.EXPIRED)
+    (found,) = again(orders)
+    assert found.outcome is Again.NOT_COMPARED
     assert found.says

@@ -32,7 +32,7 @@ class Again(StrEnum):
 
     VERIFIED = "verified again"
     SOURCE = "source verified again"
-    """The source yields what was sealed; the sink can only be compared as a whole."""
+    """The source yields what was sealed; the sink has no order by which a part of it can be read."""
     EXPIRED = "expired"
     """Source or sink no longer has the records."""
     DIFFERS = "differs"

@@ -84,17 +84,17 @@ class Sealed:
 
     Attributes:
         ranges: oldest first; of batches that were compared several times, by the newest seal.
-        superseded: ranges whose batches were compared again later, as they were sealed then.
         last: the newest seal; None: the sink was never sealed.
         digest: its hash, as the next seal will name it.
         faults: where the chain does not hold (`chain_faults`).
+        superseded: ranges whose batches were compared again later, as they were sealed then.
     """
 
     ranges: tuple[SealedRange, ...] = ()
-    superseded: tuple[SealedRange, ...] = ()
     last: Seal | None = None
     digest: str = ""
     faults: tuple[str, ...] = ()
+    superseded: tuple[SealedRange, ...] = ()
 
     @property
     def verdict(self) -> Verdict | None:
@@ -153,7 +153,7 @@ def read_sealed(texts: Iterable[str]) -> Sealed:
     kept = current(seals)
     numbers = {seal.number for seal in kept}
     others = [seal for seal in seals if seal.number not in numbers]
-    return Sealed(_ranges(kept), _ranges(others), seals[-1] if seals else None, digest, tuple(faults))
+    return Sealed(_ranges(kept), seals[-1] if seals else None, digest, tuple(faults), _ranges(others))
 
 
 def current(seals: Iterable[Seal]) -> list[Seal]:
