@@ -214,4 +214,4 @@ def test_seals_of_hops_say_what_a_comparison_of_the_ends_says(kafka: Any, spark:
     relay.audit(spark, from_now=True)
     apart = delivered.audit_chain(chain.pipelines, spark)
     assert "the seals of the hops do not join: relay, batch 4: never audited" in str(apart)
-    assert counts_of(apart)[-1] == Counts(n + 3, n - 1, lost=1)
+    assert counts_of(apart)[-1] == Counts(n + 4, n - 1, lost=1)
