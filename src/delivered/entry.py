@@ -403,15 +403,26 @@ class Pipeline(Definition):
             UsageError: a sink that the pipeline does not have, or one of Spark's own sources.
             Unreachable: the ledger or the checkpoint did not answer.
         """
+        from delivered.audit.local.audit import recheck_here
         from delivered.audit.recheck import Chosen
-        from delivered.audit.spark.audit import recheck_sink
+        from delivered.audit.request import NeedsSpark
         from delivered.operate.evidence import sealed_by
 
         say = progress or (lambda _: None)
+        started = spark is not None and not callable(spark)
         found = {}
         for chain in evidence.chains:
             seals = sealed_by(self, chain.sink)
             wanted = Chosen(chain.first, chain.last, batches, seals[-1].scope.incarnation if seals else "")
-            session = spark() if callable(spark) else spark
-            found[chain.sink] = recheck_sink(self, session, chain.sink, seals, wanted, say)
+            try:
+                if started:
+                    raise NeedsSpark("it has a session")
+                found[chain.sink] = recheck_here(self, chain.sink, seals, wanted, say)
+            except NeedsSpark as why:
+                from delivered.audit.spark.audit import recheck_sink
+
+                if not started:
+                    say(f"starting Spark: {why}")
+                session = spark() if callable(spark) else spark
+                found[chain.sink] = recheck_sink(self, session, chain.sink, seals, wanted, say)
         return found

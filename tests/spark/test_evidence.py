@@ -1,7 +1,8 @@
-"""Evidence of a pipeline's audits in Spark: each of two sinks has its own chain, and its own damage."""
+"""Evidence of a pipeline's audits: each of two sinks has its own chain, and its own damage."""
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Two:
         with closing(sqlite3.connect(self.folder / f"{sink}.db")) as connection, connection:
             assert connection.execute(statement).rowcount == 1
 
-    def audit(self, spark: SparkSession) -> dict[str, Verdict]:
+    def audit(self, spark: SparkSession | None) -> dict[str, Verdict]:
         return {sink: self.pipeline.audit(spark, sink=sink).verdict for sink in ("first", "second")}
 
 
@@ -71,23 +72,27 @@ def two(tmp_path: Path) -> Two:
     return Two(tmp_path)
 
 
-def test_evidence_of_two_sinks_and_what_was_changed_since(two: Two, spark: SparkSession) -> None:
+@pytest.mark.parametrize("where", ["here", pytest.param("spark", marks=pytest.mark.matrix)])
+def test_evidence_of_two_sinks_and_what_was_changed_since(two: Two, where: str, request: pytest.FixtureRequest) -> None:
+    spark = None if where == "here" else request.getfixturevalue(where)
     two.run()
     assert two.audit(spark) == {"first": Verdict.HELD, "second": Verdict.HELD}
     two.run()
     two.sql("second", "DELETE FROM orders WHERE value = CAST('25' AS BLOB)")
     assert two.audit(spark) == {"first": Verdict.HELD, "second": Verdict.BROKEN}
-    file = two.folder / "evidence.json"
-    assert CliRunner().invoke(app, ["evidence", str(two.file), "--out", str(file)]).exit_code == 0
-    checked = CliRunner().invoke(app, ["evidence", "check", str(file), str(two.file), "--recompute", "none"])
-    assert checked.exit_code == 0, checked.output
-    evidence, faults = read_evidence(file.read_bytes(), "evidence.json")
+    file = str(two.folder / "evidence.json")
+    assert CliRunner().invoke(app, ["evidence", str(two.file), "--out", file]).exit_code == 0
+    evidence, faults = read_evidence(Path(file).read_bytes(), file)
     assert faults == ()
     assert {c.sink: [(r.state.value, r.batches) for r in c.sealed.ranges] for c in evidence.chains} == {
         "first": [("held", "0 to 1")],
         "second": [("held", "0"), ("broken", "1")],
     }
     two.run()
+    if where == "here":
+        checked = CliRunner().invoke(app, ["evidence", "check", file, str(two.file)])
+        assert checked.exit_code == 0, checked.output
+        assert "second: batches 0 to 1: verified again" in checked.stdout
     two.sql("first", "UPDATE orders SET value = CAST('x' AS BLOB) WHERE value = CAST('7' AS BLOB)")
     again = two.pipeline.recheck(evidence, spark)
     assert {sink: [(f.outcome, f.batches) for f in found] for sink, found in again.items()} == {
@@ -96,4 +101,10 @@ def test_evidence_of_two_sinks_and_what_was_changed_since(two: Two, spark: Spark
     }
     only = two.pipeline.recheck(evidence, spark, batches=range(1, 2))
     assert [f.batches for found in only.values() for f in found] == [(1, 1), (1, 1)]
+    if where == "here":
+        checked = CliRunner().invoke(app, ["evidence", "check", file, str(two.file), "--output", "json"])
+        assert checked.exit_code == 1
+        (fault,) = json.loads(checked.stdout)["faults"]
+        assert (fault["kind"], fault["sink"]) == ("differs", "first")
+        assert CliRunner().invoke(app, ["evidence", "check", file, str(two.file), "--recompute", "1"]).exit_code == 0
     assert [c.seals for c in two.pipeline.evidence().chains] == [c.seals for c in evidence.chains], "nothing was sealed"

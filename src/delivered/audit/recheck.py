@@ -14,7 +14,7 @@ from itertools import pairwise
 from delivered.audit.account import Comparing, Comparison, Progress, Ranges, reason
 from delivered.audit.continuation import is_behind
 from delivered.audit.evidence import Counts, Verdict
-from delivered.audit.request import AuditRequest, BadExpression, Positions, SourceRange, parsed
+from delivered.audit.request import AuditRequest, BadExpression, NeedsSpark, Positions, SourceRange, parsed
 from delivered.audit.seal import Seal, Sums
 from delivered.audit.sealed import current
 from delivered.checkpoint.folder import read_view
@@ -122,6 +122,7 @@ def recheck(
 
     Raises:
         BadExpression: the audit's id, key or condition `own` is invalid.
+        NeedsSpark: `comparing` does without, and cannot.
     """
     found: list[Rechecked] = []
     for group in _groups(seals, wanted):
@@ -186,7 +187,7 @@ def _compare_all(request: AuditRequest, comparing: Comparing, group: _Group) -> 
             if rest is None:
                 return found
             one = _compare(request, rest, scan, comparison)
-    except BadExpression:
+    except (BadExpression, NeedsSpark):
         raise
     except Exception as error:  # what cannot be read is not compared
         return [group.found(Again.NOT_COMPARED, reason(error))]

@@ -9,16 +9,18 @@ as many records as fit in `AUDIT_MEMORY_BYTES`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from delivered.audit.account import account, guarded
+from delivered.audit.account import Progress, account, guarded
 from delivered.audit.local.comparison import ALL_OWN, SentRows, in_process, valid_for
 from delivered.audit.local.request import chosen_sink, request_of
+from delivered.audit.recheck import Rechecked, recheck
 from delivered.audit.report import AuditReport
 from delivered.audit.request import NeedsSpark, Sealing
+from delivered.audit.seal import Seal
 from delivered.engine.transform import ArrowTransform
 from delivered.model.capability import APPEND
 from delivered.model.rows import OnBadRow
@@ -50,6 +52,17 @@ def audit_here(
     say("auditing without Spark")
     comparing = partial(in_process, _sent_rows(pipeline, chosen))
     return guarded(request, lambda: account(request, comparing, say), {"pyarrow": version("pyarrow")})
+
+
+def recheck_here(
+    pipeline: Definition, sink: str, seals: Sequence[Seal], wanted: Callable[[Seal], bool], progress: Progress
+) -> list[Rechecked]:
+    """As `audit.spark.audit.recheck_sink`, without Spark. Raises as `audit_here`."""
+    chosen = chosen_sink(pipeline, sink)
+    if (why := _why_spark(pipeline, chosen)) is not None:
+        raise NeedsSpark(why)
+    comparing = partial(in_process, _sent_rows(pipeline, chosen))
+    return recheck(request_of(pipeline, chosen, 0), comparing, seals, wanted, progress)
 
 
 def _why_spark(pipeline: Definition, sink: Endpoint) -> str | None:
