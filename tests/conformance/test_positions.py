@@ -30,16 +30,8 @@ from delivered.pipeline.registry import find_sink
 from delivered_lab.verify.services import wait_for
 
 POSTGRES = ["postgres-one-transaction", "postgres-two-phase"]
-ORDERED = [
-    "memory-two-phase",
-    "memory-one-transaction",
-    "sqlite",
-    "kafka",
-    "delta",
-    "iceberg",
-    "files-parquet",
-    *POSTGRES,
-]
+EMBEDDED = ["memory-two-phase", "memory-one-transaction", "sqlite", "delta", "iceberg", "files-parquet"]
+ORDERED = [*EMBEDDED, "kafka", "rocketmq", *POSTGRES]
 
 
 def between(rig: Rig, since: Offsets | None = None, until: Offsets | None = None) -> Fingerprint:
@@ -747,3 +739,85 @@ def test_records_behind_an_open_transaction_lie_behind_the_position(kafka: Any, 
     commit_batch(context, 1, offsets(1), messages)
     assert between(rig, None, at).count == 100
     assert between(rig, at).count == 112
+
+
+@dataclass
+class PulsarTopic:
+    """A topic in a namespace without retention, which a subscription holds."""
+
+    pulsar: Any
+    folder: Path
+
+    def __post_init__(self) -> None:
+        forgets = {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0}
+        namespace = self.pulsar.namespace(retention=forgets, deduplication=False)
+        self.name = self.pulsar.topic(namespace=namespace)
+        self.path = self.name.replace("://", "/")
+        self.create()
+
+    def create(self) -> None:
+        self.pulsar.admin("PUT", f"{self.path}/subscription/holds", {"ledgerId": -1, "entryId": -1})
+
+    @property
+    def scan(self) -> BoundedScan:
+        from tests.support.pulsar import sink
+
+        return sink(self.folder, self.pulsar, self.name).scan()
+
+    def add(self, count: int) -> None:
+        """In a ledger of its own."""
+        self.pulsar.send(self.name, [b"%d" % n for n in range(count)])
+        self.pulsar.admin("PUT", f"{self.path}/unload")
+
+    def acknowledge(self, first_ledgers: int) -> None:
+        """What no subscription holds any more is deleted."""
+        ledgers = [x["ledgerId"] for x in self.pulsar.admin("GET", f"{self.path}/internalStats")["ledgers"]]
+        at = {"ledgerId": ledgers[first_ledgers], "entryId": -1}
+        self.pulsar.admin("POST", f"{self.path}/subscription/holds/resetcursor", at)
+
+        def trimmed() -> bool:
+            self.pulsar.admin("POST", f"{self.path}/trim", {})
+            there = [x["ledgerId"] for x in self.pulsar.admin("GET", f"{self.path}/internalStats")["ledgers"]]
+            return bool(there[0] == ledgers[first_ledgers])
+
+        wait_for(trimmed, 120, "ledgers are deleted")
+
+    def count(self, since: Offsets | None = None, until: Offsets | None = None) -> int:
+        return sum(b.num_rows for piece in self.scan.slices(since, until) for b in self.scan.read(piece))
+
+
+def test_pulsar_positions_and_retention(pulsar: Any, tmp_path: Path) -> None:
+    topic = PulsarTopic(pulsar, tmp_path)
+    topic.add(10)
+    topic.add(20)
+    at = topic.scan.position()
+    facts = topic.scan.kept(at)
+    topic.add(30)
+    end = topic.scan.position()
+    topic.add(40)
+    assert [topic.count(None, at), topic.count(at, end), topic.count(end), topic.count()] == [30, 30, 40, 100]
+    assert topic.scan.changes(at, facts).unchanged
+    topic.acknowledge(1)
+    changes = topic.scan.changes(at, facts)
+    assert "entries up to ledger" in changes.expired[0] and not changes.altered
+    assert [topic.count(None, at), topic.count(at, end), topic.count(end)] == [20, 30, 40]
+    pulsar.admin("DELETE", f"{topic.path}?force=true")
+    pulsar.admin("PUT", topic.path, {})
+    topic.create()
+    topic.add(5)
+    changes = topic.scan.changes(at, facts)
+    assert "by retention or with the topic" in changes.unknown[0] and changes.continues
+    assert [topic.count(None, at), topic.count(at)] == [0, 5]
+
+
+def test_rocketmq_topics(rocketmq: Any, request: pytest.FixtureRequest) -> None:
+    rig = Rig(SINKS["rocketmq"](request))
+    rig.run(0)
+    at = position(rig)
+    facts = kept(rig, at)
+    rig.run(1)
+    assert rig.sink.scan().changes(at, facts).unchanged
+    forged = {**facts, "last": dict.fromkeys(facts["last"], "another")}
+    assert "another message at offset" in rig.sink.scan().changes(at, forged).altered[0]
+    beyond = {broker: {q: end + 1_000 for q, end in queues.items()} for broker, queues in at.items()}
+    assert "deleted or recreated" in rig.sink.scan().changes(beyond, facts).altered[0]

@@ -40,7 +40,7 @@ from delivered.model.capability import Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.identity import Work
 from delivered.model.limits import REQUEST_TIMEOUT_S
-from delivered.source import HEADERS, SourceScan
+from delivered.source import HEADERS
 
 _COLUMNS = ("key", "value", "headers", "event_time", "message_id")
 
@@ -54,6 +54,7 @@ class PulsarSink(MessageSink):
         return sends(
             "pulsar",
             mechanism="acknowledged by the broker",
+            no_position="",
             send=f"pulsar {self.options.label}: every message acknowledged by the broker",
             assumes=(f"the ledger {self.options.ledger} is kept as long as the checkpoint",),
             limits=(
@@ -112,6 +113,7 @@ class PulsarSink(MessageSink):
         return PulsarWriter(self.options, work, gives_up)
 
     def scan(self) -> BoundedScan:
+        from delivered.connectors.pulsar.scan import PulsarScan
         from delivered.connectors.pulsar.source import PulsarSource
 
         options = self.options
@@ -130,7 +132,7 @@ class PulsarSink(MessageSink):
                 canonical=options.schema is not None,
             )
         )
-        return SourceScan(source)
+        return PulsarScan(source)
 
 
 def _wanted(field: pa.Field) -> str | None:

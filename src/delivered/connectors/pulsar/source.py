@@ -87,7 +87,7 @@ class PulsarSource(Source):
         options = self.options
         try:
             admin = Admin(options)
-            snapshot = _snapshot(admin, options)
+            snapshot = all_bounds(admin, options)
             check_connection(options, physical(next(iter(snapshot))))
             self.schema()
             subscription = options.subscription
@@ -197,7 +197,7 @@ class PulsarDriver(SourceDriver):
                 ends[p] = bounds.last
             else:
                 ends[p] = cut(self._admin, physical(p), at[p], bounds, shares[p])
-            ends[p] = _with_follower(ends[p], bounds)
+            ends[p] = with_follower(ends[p], bounds)
         if ends == before:
             return start
         return to_json(ends)
@@ -282,7 +282,7 @@ class PulsarDriver(SourceDriver):
             self._moved[partition] = position
 
     def _snapshot(self) -> _Snapshot:
-        return _snapshot(self._admin, self._options)
+        return all_bounds(self._admin, self._options)
 
     def _resolve(self, where: Where, snapshot: _Snapshot) -> dict[Partition, Position]:
         silent = [p for p in snapshot if where.spot(p) is None]
@@ -350,7 +350,7 @@ class PulsarDriver(SourceDriver):
         log.warning("%s; messages may be lost, and failOnDataLoss is false", what)
 
 
-def _snapshot(admin: Admin, options: SourceOptions) -> _Snapshot:
+def all_bounds(admin: Admin, options: SourceOptions) -> _Snapshot:
     """Bounds of all partitions at one moment."""
     bounds: dict[Partition, Bounds] = {}
     for topic in options.topics:
@@ -360,7 +360,7 @@ def _snapshot(admin: Admin, options: SourceOptions) -> _Snapshot:
     return bounds
 
 
-def _with_follower(position: Position, bounds: Bounds) -> Position:
+def with_follower(position: Position, bounds: Bounds) -> Position:
     """Record the next ledger of one read to its end: later only this shows that none was between."""
     ids = [ledger for ledger, _ in bounds.ledgers]
     if position.index is not None or position.ledger not in ids[:-1]:

@@ -575,7 +575,9 @@ class RocketmqScan(BoundedScan):
         at = _offsets(position)
         with closing(Cluster(self.options)) as cluster:
             there = [p for p in cluster.places() if (p.broker, p.queue) in at]
+            end = ends(cluster, there)
             first = {f"{p.broker}/{p.queue}": first_offset(cluster, p) for p in there}
+            there = [p for p in there if at[p.broker, p.queue] <= end[p.broker][p.queue]]  # reading on would wait
             return {"first": first, "last": {f"{p.broker}/{p.queue}": _id_before(cluster, p, at) for p in there}}
 
     def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
@@ -593,7 +595,7 @@ class RocketmqScan(BoundedScan):
             if low > until:
                 missed.append(f"queue {name}: offsets {until} to {low - 1} were removed before an audit read them")
             last = (before or {}).get("last", {}).get(name)
-            if None not in (last, now["last"][name]) and last != now["last"][name]:
+            if None not in (last, now["last"].get(name)) and last != now["last"][name]:
                 altered.append(f"queue {name} has another message at offset {until - 1} than before")
         return Changes(tuple(expired), tuple(altered), tuple(missed), continues=not altered)
 
