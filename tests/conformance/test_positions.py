@@ -23,9 +23,11 @@ from tests.support.sinks import SCHEMA, SINKS, Rig, offsets, rows
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets
 from delivered.engine.decide import commit_batch
-from delivered.engine.shard import fingerprint_seed
+from delivered.engine.shard import fingerprint_seed, write_shard
+from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint, fingerprint
+from delivered.model.rows import Rows
 from delivered.pipeline.registry import find_sink
 from delivered_lab.verify.services import wait_for
 
@@ -76,6 +78,19 @@ def test_a_position_among_staged_rows(name: str, request: pytest.FixtureRequest)
     assert between(rig) == rig.expected(0, 1, 2)
     assert rig.sink.scan().changes(at, facts).unchanged
     assert rig.sink.scan().changes(end, kept(rig, end)).unchanged
+
+
+@pytest.mark.parametrize("name", [*EMBEDDED[2:], *POSTGRES[:1]])
+def test_a_position_between_shards_that_are_visible_at_once(name: str, request: pytest.FixtureRequest) -> None:
+    rig, weak = Rig(SINKS[name](request)), Guarantee.AT_LEAST_ONCE
+    plan = rig.plan(rig.context(guarantee=weak), 0)
+    found = []
+    for shard in range(2):
+        write_shard(rig.sinks, plan, shard, 0, iter([Rows(rig.rows(0, shard))]), SCHEMA)
+        found.append(position(rig))
+    seed = fingerprint_seed(rig.scope)
+    first, second = (fingerprint(rig.sink.records(rig.rows(0, shard)), seed) for shard in range(2))
+    assert (between(rig, None, found[0]), between(rig, *found)) == (first, second)
 
 
 class Hands(Protocol):

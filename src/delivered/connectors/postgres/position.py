@@ -31,7 +31,7 @@ OPEN_MAX = 5_000_000
 """Transactions since the oldest one in progress, of which each is asked for; about 1 us each."""
 HASHED_BYTES_MAX = 128 << 20
 """Size of a table of which all rows are hashed; of a larger one, `SAMPLES` ranges of pages (1 s)."""
-COUNTED_BYTES_MAX = 1 << 30
+COUNTED_BYTES_MAX = 512 << 20
 """Size of a table of which all rows are counted."""
 SAMPLES, SAMPLE_PAGES = 100, 16
 
@@ -152,7 +152,7 @@ def _sum(
     """The number of rows and the sum of their hashes; without columns, the number alone."""
     row = f"ROW({', '.join(map(quoted, columns))})::text" if columns is not None else ""
     hashes = f"mod(sum(hashtextextended({row}, 0)::numeric), 18446744073709551616)::text" if row else "''"
-    where = before(position)
+    where = f"NOT ({behind(position)})"
     if pages is not None:
         where += f" AND ctid >= '({pages[0]},0)'::tid AND ctid < '({pages[1]},0)'::tid"
     count, total = _one(connection, f"SELECT count(*), {hashes} FROM {relation} WHERE {where}")  # noqa: S608
