@@ -257,7 +257,7 @@ class Pipeline(Definition):
                 checkpoint. Kafka: {"topic": {"0": 12}}; SQLite: {"rowid": 12}. Default: all of it.
             progress: called at each step with its description.
             recompute: run the transform over the complete source range, and compare the rows with the sink's by key:
-                for queries that keep state, output modes update and complete, and upserts. Not sealed.
+                for queries that keep state, output modes update and complete, and upserts.
             full: read everything once more, and seal it.
             since: continue from the seal before this batch.
             from_now: compare nothing, and seal everything up to now as never audited.
@@ -273,7 +273,7 @@ class Pipeline(Definition):
         if every is not None:
             spark = spark() if callable(spark) else spark
             return self.auditing(spark, Cadence.parse(every, share), None if sink is None else [sink]).start()
-        how = sealing(full=full, since=since, from_now=from_now, reads_part=sink_from is not None or recompute)
+        how = sealing(full=full, since=since, from_now=from_now, sink_from=sink_from is not None, recompute=recompute)
         report = self._audited(spark, sink, samples_max, sink_from, progress, recompute, how)
         self._keep(report)
         return report

@@ -300,6 +300,27 @@ def test_a_transform_that_changed_over_a_restart(spark: SparkSession, tmp_path: 
         change(tmp_path, "DELETE FROM rows", "INSERT INTO rows SELECT * FROM kept")
 
 
+@pytest.mark.matrix
+def test_a_transform_that_changed_between_two_seals(spark: SparkSession, tmp_path: Path) -> None:
+    before, now = versioned(tmp_path, SQL_OF_BEFORE), versioned(tmp_path, SQL_NOW)
+    feed(tmp_path, 0, 40)
+    before.start(spark).awaitTermination(120)
+    assert before.audit(spark).verdict is Verdict.HELD
+    feed(tmp_path, 40, 20)
+    before.start(spark).awaitTermination(120)
+    feed(tmp_path, 60, 10)
+    now.start(spark).awaitTermination(120)
+    report = now.audit(spark)
+    assert (report.verdict, report.counts) == (Verdict.UNKNOWN, Counts(10, 30, earlier=20)), str(report)
+    assert report.continuation is not None
+    seals = [(s.first, s.last, s.verdict, s.audited) for s in report.continuation.seals]
+    assert seals == [(1, 1, Verdict.UNKNOWN, False), (2, 2, Verdict.HELD, True)]
+    feed(tmp_path, 70, 10)
+    now.start(spark).awaitTermination(120)
+    report = now.audit(spark)
+    assert (report.verdict, report.counts) == (Verdict.HELD, Counts(10, 10)), str(report)
+
+
 def test_a_second_pipeline_in_the_same_table(spark: SparkSession, tmp_path: Path) -> None:
     for name, key in (("mine", "k"), ("other", "o")):
         feed(tmp_path, 0, 30, name, key)

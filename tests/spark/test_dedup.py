@@ -116,6 +116,9 @@ def test_repeats_are_dropped_counted_and_not_missed(spark: SparkSession, ran: Pa
     assert report.dedup == DedupCounts(len(told()), deduplicated=3, judged=judged, unclear=2, late=1, unlike=1)
     assert replace(report.counts, in_progress=0, delivered=0) == Counts(judged)
     assert any("may have been dropped as late" in note for note in report.notes)
+    assert report.continuation is not None
+    assert (report.continuation.first, report.continuation.seals[-1].first) == (0, 0)
+    assert "which records must be in the sink depends on all batches" in report.continuation.reads_all
 
 
 @pytest.mark.matrix  # the tests before and after it judge with an id

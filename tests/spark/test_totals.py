@@ -55,6 +55,9 @@ def _recompute_finds_every_damage(spark: SparkSession, folder: Path, rows: int) 
     report = pipeline.audit(spark, recompute=True)
     assert report.verdict is Verdict.BROKEN
     assert report.counts == Counts(rows, rows, lost=1, altered=1, unexpected=1)
+    assert report.continuation is not None
+    (seal,) = report.continuation.seals
+    assert (seal.number, seal.first, seal.verdict, seal.total.counts) == (1, 0, Verdict.BROKEN, report.counts)
     named = {d: [json.loads(s.id) for s in report.samples_of(d)] for d in (Damage.ALTERED, Damage.LOST)}
     assert named == {
         Damage.ALTERED: [{"carrier": cent[0], "day": cent[1]}],

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 from tests.support.reconcile import classify
@@ -32,7 +33,8 @@ class _Row:
 
 @contextmanager
 def by_record(request: AuditRequest, scope: Scope, scan: BoundedScan) -> Iterator[RecordComparison]:
-    """As `delivered.audit.account.Comparing`. `request.id` is the name of a column, or None."""
+    """As `delivered.audit.account.Comparing`. `request.id` is the name of a column, or None; `request.transform` maps
+    record batches."""
     with closing(open_sources(request)) as sources:
         comparison = RecordComparison(request, scope, scan)
         comparison.sources = sources
@@ -47,7 +49,7 @@ class RecordComparison(Comparison):
 
     def read(self, slices: Sequence[Slice], expected: int, again: int = 0) -> tuple[int, int]:
         (source,) = self._request.sources.values()
-        names = self._records(pa.RecordBatch.from_pylist([], source.schema())).schema.names
+        names = self._written(pa.RecordBatch.from_pylist([], source.schema())).schema.names
         for number, piece in enumerate(slices):
             for batch in self._scan.read(piece):
                 rows = self._rows(batch.select(names))
@@ -70,13 +72,13 @@ class RecordComparison(Comparison):
     def _sent(self, ranges: Sequence[tuple[Positions, Positions]]) -> list[_Row]:
         (source,) = self._request.sources.values()
         pieces = [piece.data[1] for start, end in ranges for piece in self.sources.slices(start, end)]
-        return [r for piece in pieces for batch in source.read(piece) for r in self._rows(self._records(batch))]
+        return [r for piece in pieces for batch in source.read(piece) for r in self._rows(self._written(batch))]
 
-    def _records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return self._request.sink.records(batch)
+    def _written(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        transform: Any = self._request.transform
+        return self._request.sink.records(batch if transform is None else transform(batch))
 
     def _rows(self, batch: pa.RecordBatch) -> Iterator[_Row]:
-        batch = batch.select(sorted(batch.schema.names))
         for i, row in enumerate(batch.to_pylist()):
             value = repr(row)
             one = fingerprint(batch.slice(i, 1), self._seed)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.orders import COPY, DELETE, FOREIGN, ROWS, Orders, clean, half, states
+from tests.support.orders import COPY, DELETE, FOREIGN, ROWS, Keys, Orders, clean, half, states
 from tests.support.sweeps import sweep
 from tests.support.without_spark import deliver
 
 from delivered.audit import sealing
 from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.report import AuditReport
+from delivered.audit.seal import Seal
 from delivered.connectors.sqlite.read import SqliteScan
 from delivered.model import step
 from delivered.model.capability import Guarantee
@@ -410,10 +411,8 @@ def test_batches_that_are_decided_while_the_cut_is_sought(orders: Orders, monkey
     assert held.counts.lost == held.counts.duplicated == held.counts.unexpected == 0
 
 
-@pytest.mark.parametrize("record", sweep(["first", "last"], "first".__eq__))
-def test_a_copy_of_a_record_at_an_unsharp_cut(orders: Orders, monkeypatch: pytest.MonkeyPatch, record: str) -> None:
-    """Of the batch that was decided while the cut was sought: its rows lie behind the position that was read first."""
-    orders.run()
+def unsharp(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> Seal:
+    """Audit while batches are decided."""
     position, left = SqliteScan.position, [10]
 
     def moving(self: SqliteScan) -> Any:
@@ -425,9 +424,31 @@ def test_a_copy_of_a_record_at_an_unsharp_cut(orders: Orders, monkeypatch: pytes
 
     with monkeypatch.context() as patched:
         patched.setattr(SqliteScan, "position", moving)
-        orders.audit()
+        assert orders.audit().verdict is Verdict.HELD
     (seal,) = orders.seals()
     assert seal.settled < seal.last
+    return seal
+
+
+@pytest.mark.matrix
+def test_equal_rows_at_an_unsharp_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = Keys(tmp_path)
+    orders.run()
+    unsharp(orders, monkeypatch)
+    orders.run()
+    held = orders.audit()
+    assert held.verdict is Verdict.HELD, held
+    orders.sql("DELETE FROM orders WHERE rowid = (SELECT max(rowid) FROM orders)")
+    orders.run()
+    lost = orders.audit()
+    assert lost.verdict is not Verdict.HELD
+
+
+@pytest.mark.parametrize("record", sweep(["first", "last"], "first".__eq__))
+def test_a_copy_of_a_record_at_an_unsharp_cut(orders: Orders, monkeypatch: pytest.MonkeyPatch, record: str) -> None:
+    """Of the batch that was decided while the cut was sought: its rows lie behind the position that was read first."""
+    orders.run()
+    seal = unsharp(orders, monkeypatch)
     number = {"first": seal.settled * ROWS, "last": (seal.last + 1) * ROWS - 1}[record]
     orders.sql(COPY.format(number))
     orders.run()

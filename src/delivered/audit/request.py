@@ -59,24 +59,30 @@ class Sealing:
 
 
 def sealing(
-    *, full: bool = False, since: int | None = None, from_now: bool = False, reads_part: bool = False
+    *,
+    full: bool = False,
+    since: int | None = None,
+    from_now: bool = False,
+    sink_from: bool = False,
+    recompute: bool = False,
 ) -> Sealing | None:
     """
     Args:
-        reads_part: the audit recomputes, or reads a part of the sink that the user names: it seals nothing.
+        sink_from: the audit reads a part of the sink that the user names: it seals nothing.
+        recompute: it recomputes all batches.
 
     Raises:
         UsageError: two of them exclude each other.
     """
     options = {"full": full, "since": since is not None, "from_now": from_now}
     chosen = [name for name, given in options.items() if given]
-    if reads_part and chosen:
+    if (sink_from or recompute) and chosen:
         raise UsageError("AUDIT_CONTINUES.PART", options=", ".join(chosen))
     if len(chosen) > 1:
         raise UsageError("AUDIT_CONTINUES.SEVERAL", options=", ".join(chosen))
     if since is not None and since < 0:
         raise UsageError("AUDIT_CONTINUES.SINCE", since=since)
-    return None if reads_part else Sealing(full, since, from_now)
+    return None if sink_from else Sealing(full or recompute, since, from_now)
 
 
 @dataclass(frozen=True)

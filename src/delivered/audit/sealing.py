@@ -26,9 +26,9 @@ from delivered.audit.continuation import (
     why_all,
 )
 from delivered.audit.evidence import LedgerAccount, read_ledger
-from delivered.audit.judge import report_of_ledger
+from delivered.audit.judge import Result, report_of_ledger
 from delivered.audit.report import AuditReport, Continuation
-from delivered.audit.request import AuditRequest, Sealing, SourceSet, as_text
+from delivered.audit.request import AuditRequest, Positions, Sealing, SourceSet, as_text
 from delivered.audit.seal import Seal, chain_faults, digest_of
 from delivered.checkpoint.folder import read_view
 from delivered.checkpoint.history import last_audits
@@ -195,6 +195,14 @@ class Seals:
             version_ = self._request.transform_version
             seals.append(audited(chain, self._scope, compared, behind, cut, own, version_, by))
         return self._added(report, start, visible.batch, seals)
+
+    def seal_all(self, report: AuditReport, ledger: LedgerAccount, begin: Positions) -> AuditReport:
+        """The report of a recomputation, sealed."""
+        with self._ledger() as seals:
+            chain = self._chain(seals, ledger)
+        start = Start(replace(chain, base=None), "a recomputation compares all batches")
+        compared = Compared(0, as_text(begin), Account(), Result(report.counts))
+        return self.seal(report, compared, Cut(ledger), start)
 
     def _with_replaced(self, start: Start) -> tuple[Chain, list[Seal]]:
         if start.replaced is None:

@@ -24,7 +24,7 @@ def request_of(
 ) -> AuditRequest:
     """
     Args:
-        sealing: None: read everything, and seal nothing. So it is with `sink_from` and `recompute`.
+        sealing: None: read everything, and seal nothing. So it is with `sink_from`.
 
     Raises:
         UsageError: one of Spark's own sources.
@@ -55,7 +55,7 @@ def request_of(
         recompute=_recompute(pipeline, chosen) if recompute else None,
         rejects=pipeline.on_bad_row is not OnBadRow.FAIL,
         dead_letters=next((m.name for m in sinks.members if m.dead_letters), None),
-        sealing=sealing if sink_from is None and not recompute else None,
+        sealing=sealing if sink_from is None else None,
     )
 
 

@@ -48,6 +48,7 @@ from delivered.audit.request import (
     split_by_batch,
     split_by_transform,
 )
+from delivered.audit.sealing import Seals
 from delivered.audit.spark.reconcile import by_partition
 from delivered.audit.spark.replay import AT, BATCH, Script, replay
 from delivered.audit.spark.slices import keeps_partitions, kept_plain, shuffles_fit_for, slice_frame
@@ -175,7 +176,8 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
     own = request.own or ("true" if mode.complete else "")
     report = replace(report, fingerprints=None, id_says=comparison.identified_by, own=own, foreign=foreign)
     all_caveats = [*_of_ledger(request, ledger, read, unsure), *caveats]
-    return account_for_recompute(report, all_caveats, columns, comparison.identified_by, expected.ran)
+    report = account_for_recompute(report, all_caveats, columns, comparison.identified_by, expected.ran)
+    return report if request.sealing is None else Seals(request, scope).seal_all(report, ledger, start)
 
 
 def _named(positions: Positions, request: AuditRequest) -> Positions:
