@@ -45,6 +45,12 @@ def test_damage_of_any_hop_is_damage_from_end_to_end() -> None:
     assert join([hop("relay"), hop("store", damaged)]).counts == Counts(sent=30, delivered=29, lost=1)
 
 
+def test_damage_of_two_hops_may_cancel_out() -> None:
+    assert why_apart([hop("relay", damaged), hop("store")]) is None
+    why = "relay and store are broken, and one may have undone what the other one did"
+    assert why_apart([hop("relay", damaged), hop("store", damaged)]) == why
+
+
 def test_damage_that_no_count_shows_is_not_forgotten() -> None:
     def change(seals: list[Seal]) -> list[Seal]:
         return [

@@ -2,7 +2,8 @@
 
 If a hop delivered every record of its source, and the next hop read all that the first one delivered and delivered that
 in turn, then the records arrived from end to end, and no row needs to be read again. That holds where the seals join:
-each chain of seals covers its checkpoint from the first batch on, and the next hop read from the first row on.
+each chain of seals covers its checkpoint from the first batch on, and the next hop read from the first row on. Damage
+at one hop is damage from end to end; of damage at two, seals do not say what is left.
 """
 
 from __future__ import annotations
@@ -60,7 +61,13 @@ def why_apart(hops: Sequence[SealedHop]) -> str | None:
     for hop in hops:
         if (why := _why_incomplete(hop)) is not None:
             return why
-    return next((f"{h.pipeline} did not read from the first row on" for h in hops[1:] if not h.from_start), None)
+    if skipped := [h.pipeline for h in hops[1:] if not h.from_start]:
+        return f"{skipped[0]} did not read from the first row on"
+    broken = [h.pipeline for h in hops if any(state_of(seal) is State.BROKEN for seal in h.seals)]
+    if len(broken) > 1:
+        # A row that one hop doubled and the next one lost has arrived (decision 078).
+        return f"{' and '.join(broken)} are broken, and one may have undone what the other one did"
+    return None
 
 
 def _why_incomplete(hop: SealedHop) -> str | None:
