@@ -374,6 +374,24 @@ def test_an_audit_killed_between_its_two_seals(orders: Orders, monkeypatch: pyte
 
 
 @pytest.mark.matrix
+def test_a_full_audit_keeps_what_was_proved_of_dropped_batches(orders: Orders) -> None:
+    orders.run()
+    orders.audit()
+    orders.run(2)
+    orders.audit()
+    orders.run()
+    orders.drop(batch=0)
+    full = orders.audit(full=True)
+    assert (full.verdict, full.counts) == (Verdict.HELD, clean(3 * ROWS)), full
+    orders.drop(batch=1)
+    orders.run()
+    full = orders.audit(full=True)
+    assert (full.verdict, full.counts) == (Verdict.HELD, clean(2 * ROWS)), full
+    assert [s[:2] for s in states(orders)] == [(0, 0), (1, 2), (1, 3), (3, 4)]
+    assert orders.seals()[-1].total.counts == clean(5 * ROWS)
+
+
+@pytest.mark.matrix
 def test_everything_was_dropped(orders: Orders) -> None:
     orders.run(2)
     orders.send()  # a log keeps its end

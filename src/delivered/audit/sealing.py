@@ -28,7 +28,7 @@ from delivered.audit.continuation import (
 from delivered.audit.evidence import LedgerAccount, read_ledger
 from delivered.audit.judge import Result, report_of_ledger
 from delivered.audit.report import AuditReport, Continuation
-from delivered.audit.request import AuditRequest, Positions, Sealing, SourceSet, as_text
+from delivered.audit.request import AuditRequest, Positions, Sealing, SourceSet, as_text, parsed
 from delivered.audit.seal import Seal, chain_faults, digest_of
 from delivered.checkpoint.folder import read_view
 from delivered.checkpoint.history import last_audits
@@ -126,9 +126,10 @@ class Seals:
         reads_all = why_all(self._request, no_position)
         with self._ledger() as seals:
             chain = self._chain(seals, ledger)
-            if self._how.full or reads_all:
+            if reads_all:
                 return Start(replace(chain, base=None), reads_all)
-            base = chain.base
+            base = self._readable_base(seals, ledger) if self._how.full else chain.base
+            chain = replace(chain, base=base)
             if base is None:
                 return Start(chain, unread=self._unread(Changes()))
             behind = [unaudited_by(s) for s in self._behind(seals, base)]
@@ -277,6 +278,23 @@ class Seals:
             raise DeliveredError("AUDIT_SEAL.SINCE", since=since, sink=self._sink, batch=newest)
         own = [s for t in ledger.seals(self._sink) if (s := self._parsed(t)).scope == self._scope and s.last < since]
         return Chain(last.number + 1, digest, own[-1] if own else None)
+
+    def _readable_base(self, ledger: Ledger, account: LedgerAccount) -> Seal | None:
+        """Of an audit that reads everything: the oldest seal behind which the sources still have all records; None:
+        they have all of the checkpoint's, or the seals do not fit to the ledger."""
+        texts = list(ledger.seals(self._sink))
+        if not texts or list(chain_faults(texts)):
+            return None
+        own = [s for s in map(self._parsed, texts) if s.scope == self._scope]
+        with closing(open_sources(self._request)) as sources:
+            if not own or sources.unknown or sources.is_readable(sources.first):
+                return None
+            base = next((s for s in own if sources.is_readable(parsed(s.end))), own[-1])
+        try:
+            check_ledger(base, account, self._sink)
+        except DeliveredError:
+            return None
+        return base
 
     def _check_recorded(self, recorded: dict[str, object], newest: int, digest: str) -> None:
         """Compare with what the checkpoint says of its last audit."""
