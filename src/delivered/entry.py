@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from delivered import html
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.rows import OnBadRow
 from delivered.model.schedule import SHARE, Cadence, Load, Schedule
 from delivered.operate.page import flow_of
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from delivered.audit.recheck import Rechecked
     from delivered.audit.report import AuditReport
     from delivered.audit.request import Sealing
+    from delivered.audit.seal import Seal
     from delivered.operate.continuous import ContinuousAudit
     from delivered.operate.replay import Rebuild
     from delivered.pipeline.adopt import Adoption
@@ -403,26 +404,38 @@ class Pipeline(Definition):
             UsageError: a sink that the pipeline does not have, or one of Spark's own sources.
             Unreachable: the ledger or the checkpoint did not answer.
         """
-        from delivered.audit.local.audit import recheck_here
-        from delivered.audit.recheck import Chosen
-        from delivered.audit.request import NeedsSpark
+        from delivered.audit.recheck import Chosen, not_compared
         from delivered.operate.evidence import sealed_by
 
-        say = progress or (lambda _: None)
-        started = spark is not None and not callable(spark)
         found = {}
         for chain in evidence.chains:
             seals = sealed_by(self, chain.sink)
             wanted = Chosen(chain.first, chain.last, batches, seals[-1].scope.incarnation if seals else "")
             try:
-                if started:
-                    raise NeedsSpark("it has a session")
-                found[chain.sink] = recheck_here(self, chain.sink, seals, wanted, say)
-            except NeedsSpark as why:
-                from delivered.audit.spark.audit import recheck_sink
-
-                if not started:
-                    say(f"starting Spark: {why}")
-                session = spark() if callable(spark) else spark
-                found[chain.sink] = recheck_sink(self, session, chain.sink, seals, wanted, say)
+                found[chain.sink] = self._rechecked(spark, chain.sink, seals, wanted, progress or (lambda _: None))
+            except Refused as error:
+                found[chain.sink] = not_compared(seals, wanted, error.message)
         return found
+
+    def _rechecked(
+        self,
+        spark: SparkSession | Callable[[], SparkSession] | None,
+        sink: str,
+        seals: Sequence[Seal],
+        wanted: Callable[[Seal], bool],
+        say: Callable[[str], None],
+    ) -> list[Rechecked]:
+        from delivered.audit.local.audit import recheck_here
+        from delivered.audit.request import NeedsSpark
+
+        started = spark is not None and not callable(spark)
+        try:
+            if started:
+                raise NeedsSpark("it has a session")
+            return recheck_here(self, sink, seals, wanted, say)
+        except NeedsSpark as why:
+            from delivered.audit.spark.audit import recheck_sink
+
+            if not started:
+                say(f"starting Spark: {why}")
+            return recheck_sink(self, spark() if callable(spark) else spark, sink, seals, wanted, say)

@@ -16,7 +16,7 @@ from tests.support.orders import COPY, DELETE, ROWS, Orders
 from delivered.audit.evidence import Verdict
 from delivered.audit.recheck import Again, Rechecked, recheck
 from delivered.audit.request import AuditRequest
-from delivered.audit.seal import Seal
+from delivered.audit.seal import Seal, Sums
 from delivered.audit.sealed import current
 from delivered.connectors.log import append
 from delivered.model.capability import Guarantee
@@ -118,7 +118,9 @@ def test_records_that_changed_in_the_source_are_found(orders: Orders, tmp_path: 
 
 
 def test_batches_of_another_transform_are_not_compared(orders: Orders) -> None:
-    assert [f.says for f in again(orders, transform_version="another")] == ["they ran with another transform"]
+    seals = [replace(s, transform="one") for s in orders.seals()]
+    assert [f.says for f in again(orders, seals=seals, transform_version="two")] == ["they ran with another transform"]
+    assert outcomes(again(orders, seals=seals, transform_version="one")) == [(Again.VERIFIED, (0, 2))]
 
 
 def test_of_batches_that_were_compared_twice_the_newest_seal_counts(orders: Orders) -> None:
@@ -164,6 +166,12 @@ def test_rows_of_sealed_batches_may_lie_behind_where_the_sink_was_read_on(orders
 def test_a_sink_without_positions_shows_the_source_only(orders: Orders) -> None:
     whole = [replace(s, sink_start=None, sink_end=None, sink_read=None) for s in orders.seals()]
     assert outcomes(again(orders, seals=whole)) == [(Again.SOURCE, (0, 2))]
+
+
+def test_batches_that_were_recomputed_as_one_are_not_compared(orders: Orders) -> None:
+    """Their seal has counts, and no fingerprint."""
+    recomputed = [replace(s, sums=Sums(s.sums.counts)) for s in orders.seals()]
+    assert outcomes(again(orders, seals=recomputed)) == [(Again.NOT_COMPARED, (0, 2))]
 
 
 def test_records_that_the_source_has_dropped_are_expired(orders: Orders) -> None:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from delivered.audit.account import Comparing, Comparison, Progress, Ranges, reason
 from delivered.audit.continuation import is_behind
 from delivered.audit.evidence import Counts, Verdict
-from delivered.audit.request import AuditRequest, BadExpression, NeedsSpark, Positions, SourceRange, parsed
+from delivered.audit.request import AuditRequest, BadExpression, NeedsSpark, Positions, SourceRange, id_sql, parsed
 from delivered.audit.seal import Seal, Sums
 from delivered.audit.sealed import current
 from delivered.checkpoint.folder import read_view
@@ -125,6 +125,8 @@ def recheck(
         NeedsSpark: `comparing` does without, and cannot.
     """
     found: list[Rechecked] = []
+    if request.write_mode.upserts:
+        request = replace(request, id=id_sql(request.write_mode), key=None)
     for group in _groups(seals, wanted):
         if (why := _why_not(group.seals[0], request)) is not None:
             found.append(group.found(Again.NOT_COMPARED, why))
@@ -134,17 +136,29 @@ def recheck(
     return found
 
 
+def not_compared(seals: Sequence[Seal], wanted: Callable[[Seal], bool], why: str) -> list[Rechecked]:
+    """If a pipeline's records cannot be accounted for one by one."""
+    return [group.found(Again.NOT_COMPARED, why) for group in _groups(seals, wanted)]
+
+
 def _why_not(seal: Seal, request: AuditRequest) -> str | None:
     """Why batches cannot be compared at all; None: they can. Of one group, all seals have the same answer."""
     if not seal.audited:
         return "they were never audited"
     if seal.verdict is Verdict.UNKNOWN:
         return "they could not be judged when they were sealed"
+    if _recomputed(seal):
+        return "they were recomputed as one range: delivered audit --recompute"
     if request.dedup is not None:
         return "the pipeline drops repeats, and what must be in the sink depends on all batches: delivered audit --full"
     if request.transform_version and seal.transform not in ("", request.transform_version):
         return "they ran with another transform"
     return None
+
+
+def _recomputed(seal: Seal) -> bool:
+    """Whether it has counts, and no fingerprint."""
+    return seal.sums.sent.count != seal.sums.counts.sent
 
 
 def _groups(seals: Sequence[Seal], wanted: Callable[[Seal], bool]) -> list[_Group]:
@@ -171,7 +185,7 @@ def _groups(seals: Sequence[Seal], wanted: Callable[[Seal], bool]) -> list[_Grou
 def _alike(one: Seal, other: Seal) -> bool:
     def facts(seal: Seal) -> tuple[object, ...]:
         judged = seal.verdict is not Verdict.UNKNOWN
-        return (seal.scope, seal.audited, judged, seal.transform, seal.sink_read is not None)
+        return (seal.scope, seal.audited, judged, _recomputed(seal), seal.transform, seal.sink_read is not None)
 
     # A seal that was read from the sink's start is not continued by the one before it.
     return facts(one) == facts(other) and (other.sink_start == one.sink_end)
