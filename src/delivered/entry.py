@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
     from delivered.audit.evidence_file import Bound, Evidence
+    from delivered.audit.keys import KeyShare
     from delivered.audit.recheck import Rechecked
     from delivered.audit.report import AuditReport
     from delivered.audit.request import Sealing
@@ -217,6 +218,7 @@ class Pipeline(Definition):
         full: bool = False,
         since: int | None = None,
         from_now: bool = False,
+        keys: str | None = None,
     ) -> AuditReport: ...
 
     @overload
@@ -241,6 +243,7 @@ class Pipeline(Definition):
         full: bool = False,
         since: int | None = None,
         from_now: bool = False,
+        keys: str | None = None,
         every: str | None = None,
         share: str | float = SHARE,
     ) -> AuditReport | ContinuousAudit:
@@ -262,6 +265,8 @@ class Pipeline(Definition):
             full: read everything once more, and seal it.
             since: continue from the seal before this batch.
             from_now: compare nothing, and seal everything up to now as never audited.
+            keys: compare only a share of the keys: "1/1000", another one each time; "7/1000" or "#1/1000", this one.
+                Not sealed.
             every: audit all sinks again and again, at this interval, on a thread of this process, until the result's
                 `stop()`: "15 min". An audit starts while the query is not behind, and never at once with another one.
             share: of the time that these audits may take: "10 %".
@@ -269,13 +274,16 @@ class Pipeline(Definition):
         Raises:
             UsageError: invalid options, several sinks and none named, or one of Spark's own sources.
         """
+        from delivered.audit.keys import KeyShare
         from delivered.audit.request import sealing
 
         if every is not None:
             spark = spark() if callable(spark) else spark
             return self.auditing(spark, Cadence.parse(every, share), None if sink is None else [sink]).start()
-        how = sealing(full=full, since=since, from_now=from_now, sink_from=sink_from is not None, recompute=recompute)
-        report = self._audited(spark, sink, samples_max, sink_from, progress, recompute, how)
+        part = sink_from is not None or keys is not None
+        how = sealing(full=full, since=since, from_now=from_now, sink_from=part, recompute=recompute)
+        shared = None if keys is None else KeyShare.parse(keys)
+        report = self._audited(spark, sink, samples_max, sink_from, progress, recompute, how, shared)
         self._keep(report)
         return report
 
@@ -335,20 +343,21 @@ class Pipeline(Definition):
         progress: Callable[[str], None] | None = None,
         recompute: bool = False,
         how: Sealing | None = None,
+        keys: KeyShare | None = None,
     ) -> AuditReport:
         from delivered.audit.local.audit import audit_here
         from delivered.audit.request import NeedsSpark
 
-        if spark is None or callable(spark):
+        if keys is None and (spark is None or callable(spark)):
             try:
                 return audit_here(self, sink, samples_max, sink_from, progress, recompute, how)
             except NeedsSpark as why:
                 if progress is not None:
                     progress(f"starting Spark: {why}")
-            spark = spark() if callable(spark) else None
+        spark = spark() if callable(spark) else spark
         from delivered.audit.spark.audit import audit_sink
 
-        return audit_sink(self, spark, sink, samples_max, sink_from, progress, recompute, how)
+        return audit_sink(self, spark, sink, samples_max, sink_from, progress, recompute, how, keys)
 
     def _keep(self, report: AuditReport) -> None:
         """For status and page; and for a catalog."""

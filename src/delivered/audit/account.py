@@ -38,6 +38,7 @@ from delivered.audit.judge import (
     report_of_ledger,
     report_of_result,
 )
+from delivered.audit.keys import KeyCheck
 from delivered.audit.report import AuditReport, unknown_report
 from delivered.audit.request import (
     AuditRequest,
@@ -107,6 +108,7 @@ class Findings:
         undeleted: of the unexpected records, those whose keys this pipeline deleted.
         unclear: of upserts, keys that are not judged; None: the sink does not keep one row per key.
         dedup: None: the pipeline has none.
+        selected: where rows of other shares of the keys were dropped.
         excluded: lost records for which the condition `own` is not true; it does not identify this pipeline's records.
     """
 
@@ -116,6 +118,7 @@ class Findings:
     unclear: int | None = None
     dedup: DedupCounts | None = None
     excluded: int = 0
+    selected: str = ""
 
 
 class Comparison(ABC):
@@ -277,6 +280,8 @@ def _compare(
         report = account_for_dedup(report, request.dedup, findings.dedup)
     if findings.unclear is not None:
         report = account_for_upserts(report, mode, findings.unclear)
+    if request.keys is not None:
+        report = replace(report, keys=KeyCheck.of_counts(request.keys, report.counts, findings.selected))
     if mode.conditional:
         report = account_for_skipped(report, mode, ledger)
     known_versions = bool(request.transform_version) and all(r.transform for r in current)

@@ -25,6 +25,7 @@ from delivered.audit.evidence import (
     Verdict,
     breaches,
 )
+from delivered.audit.keys import KeyCheck
 from delivered.audit.request import Earlier
 from delivered.audit.seal import NEVER_AUDITED, UNPROVED_MAX, Seal, unproved_by
 from delivered.model.capability import Guarantee
@@ -120,6 +121,7 @@ class AuditReport:
         id_says: what identifies records in this audit.
         dedup: of a pipeline with dedup. `counts.in_progress` then also counts what may be in the sink of unclear
             keys.
+        keys: if only a share of them was compared: `counts` are of their rows.
         continuation: the batches that it covers, in the chain of seals; None: all, and it was not sealed.
     """
 
@@ -147,6 +149,7 @@ class AuditReport:
     id_says: str = "all columns"
     dedup: DedupCounts | None = None
     continuation: Continuation | None = None
+    keys: KeyCheck | None = None
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -219,6 +222,7 @@ class AuditReport:
             "own": self.own or None,
             **({"earlier": _public(self.earlier, without="given_up")} if self.earlier is not None else {}),
             **({"dedup": asdict(self.dedup)} if self.dedup is not None else {}),
+            **({"keys": self.keys.to_json()} if self.keys is not None else {}),
             "partitions": [_public(line, without="counts") | asdict(line.counts) for line in self.partitions],
             "samples": {d.value: [_public(s, without="damage") for s in self.samples_of(d)] for d in Damage},
             "fingerprints": self.fingerprints.to_json() if self.fingerprints else None,
@@ -234,6 +238,7 @@ class AuditReport:
         newest = None if self.continuation is None else self.continuation.newest
         return {
             **{name: report[name] for name in ("sink", "verdict", "breaches", "unknowns", "counts", "seconds")},
+            **({"keys": report["keys"]} if self.keys is not None else {}),
             **({"seal": {"number": newest.number, "sha256": newest.digest}} if newest is not None else {}),
         }
 
@@ -388,6 +393,8 @@ def _headline(report: AuditReport) -> Text:
         text.append(f"\n  unknown: {reason}", style="yellow")
     if report.continuation is not None:
         _append_seals(text, report.continuation)
+    for line in report.keys.lines() if report.keys is not None else ():
+        text.append(f"\n  {line}")
     if report.guarantee.may_lose:
         text.append(f"\n  given up, according to the ledger: {report.given_up:,}")
     if report.counts.in_progress:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from delivered.audit.keys import KeyShare
 from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.engine.sinks import Sinks
@@ -68,7 +69,7 @@ def sealing(
 ) -> Sealing | None:
     """
     Args:
-        sink_from: the audit reads a part of the sink that the user names: it seals nothing.
+        sink_from: the audit compares a part of the sink that the user names, or a share of its keys: it seals nothing.
         recompute: it recomputes all batches.
 
     Raises:
@@ -107,6 +108,7 @@ class AuditRequest:
         recompute: compare with the transform over the complete range as one batch; None: account for every record.
         decided_by: the sinks among which its batches are decided. None: it decides itself.
         sealing: continue from the last seal, and add one. None: read everything, and seal nothing.
+        keys: compare only the rows of this share of the keys; None: all.
     """
 
     pipeline: str
@@ -128,6 +130,7 @@ class AuditRequest:
     transform_version: str = ""
     recompute: Recompute | None = None
     sealing: Sealing | None = None
+    keys: KeyShare | None = None
 
     @property
     def named_sink(self) -> str:

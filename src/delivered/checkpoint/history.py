@@ -83,13 +83,20 @@ def add_audit(location: str, report: Mapping[str, Any]) -> None:
 
 
 def audits(location: str, newest: int = 100) -> list[dict[str, Any]]:
-    """The newest audits, oldest first: sink, at_ms, seconds, verdict, breaches, unknowns, counts."""
+    """The newest audits, oldest first: sink, at_ms, seconds, verdict, breaches, unknowns, counts; keys."""
     return _lines(location, AUDITS, newest)
 
 
 def last_audits(location: str) -> dict[str, dict[str, Any]]:
-    """The last audit of each sink."""
-    return {audit["sink"]: audit for audit in audits(location)}
+    """The last audit of each sink. One that held and compared a share of the keys says nothing of the others."""
+    found: dict[str, dict[str, Any]] = {}
+    for audit in audits(location):
+        if "keys" not in audit:
+            found[audit["sink"]] = audit
+        elif audit["verdict"] != "held":  # it is not sealed: what was stands
+            before = found.get(audit["sink"], {})
+            found[audit["sink"]] = audit | {k: v for k, v in before.items() if k == "seal"}
+    return found
 
 
 def _append(location: str, name: str, line: Mapping[str, Any]) -> None:

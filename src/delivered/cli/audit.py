@@ -68,6 +68,14 @@ def audit(
             "--from-now", help="Compare nothing: seal everything up to now as never audited, and continue from here."
         ),
     ] = False,
+    keys: Annotated[
+        str | None,
+        typer.Option(
+            metavar="1/N",
+            help="Compare only one of N shares of a table's keys, by hash: 1/1000, another one each time; 7/1000, the "
+            "seventh (the first: '#1/1000'). The report gives the probability that wrong keys would have been found.",
+        ),
+    ] = None,
     chain: Annotated[
         bool,
         typer.Option(
@@ -106,7 +114,7 @@ def audit(
 
     if follow:
         one: dict[str, object] = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint, "--sink": sink}
-        one |= {"--sink-from": sink_from, "--recompute": recompute, "--chain": chain, "--full": full}
+        one |= {"--sink-from": sink_from, "--recompute": recompute, "--keys": keys, "--chain": chain, "--full": full}
         one |= {"--since": since is not None, "--from-now": from_now, "--spark": in_spark}
         if wrong := [name for name, value in {**one, "--output json": output is Output.JSON}.items() if value]:
             raise UsageError("FOLLOW_OPTION", wrong=", ".join(wrong))
@@ -123,6 +131,7 @@ def audit(
         alone |= {
             "--sink-from": sink_from,
             "--recompute": recompute,
+            "--keys": keys,
             "--from-now": from_now,
             "--since": since is not None,
         }
@@ -158,6 +167,7 @@ def audit(
                 full=full,
                 since=since,
                 from_now=from_now,
+                keys=keys,
             )
             for name in ([sink] if sink else pipeline.sink_names)
         ]

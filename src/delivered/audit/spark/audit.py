@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from delivered.audit.account import Progress, account, guarded
+from delivered.audit.keys import KeyShare
 from delivered.audit.local.request import chosen_sink, request_of
 from delivered.audit.recheck import Rechecked, recheck
 from delivered.audit.report import AuditReport
@@ -18,9 +19,12 @@ from delivered.audit.request import AuditRequest, Sealing, Transform
 from delivered.audit.seal import Seal
 from delivered.audit.spark.comparison import in_spark
 from delivered.audit.spark.recompute import recompute
+from delivered.checkpoint.folder import read_view
+from delivered.checkpoint.history import audits
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
 from delivered.engine.shard import validated
+from delivered.model.errors import Refused
 from delivered.model.rows import OnBadRow, Rows
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
@@ -41,17 +45,24 @@ def audit_sink(
     progress: Callable[[str], None] | None,
     recompute: bool = False,
     sealing: Sealing | None = None,
+    keys: KeyShare | None = None,
 ) -> AuditReport:
     """Audit one sink of a pipeline, against its own rows and columns.
 
     Args:
         sealing: as for `request_of`.
+        keys: compare only this share of the keys; by recomputing, if accounting for records cannot judge them.
 
     Raises:
         UsageError: no such sink, several sinks and none named, or one of Spark's own sources.
+        Refused: nothing says which keys the sink has.
     """
     chosen = chosen_sink(pipeline, sink)
+    if keys is not None:
+        recompute = recompute or _needs_recompute(pipeline, chosen)
     spark, request = request_for(pipeline, chosen, session, samples_max, sink_from, recompute, sealing)
+    if keys is not None:
+        request = replace(request, keys=_numbered(keys, request))
     with own_views(pipeline.transform, spark, pipeline.sources):
         return audit(spark, request, progress)
 
@@ -83,6 +94,20 @@ def request_for(
     request = request_of(pipeline, chosen, samples_max, sink_from, recompute, sealing)
     spark = ready(pipeline, session)
     return spark, replace(request, transform=_all_transforms(pipeline, chosen, spark, request.sources))
+
+
+def _needs_recompute(pipeline: Definition, sink: Endpoint) -> bool:
+    """Whether accounting for single records cannot judge a share of the keys."""
+    mode = sink.sink().capability().write
+    return pipeline.output_mode != "append" or mode.version is None or mode.conditional or not mode.upserts
+
+
+def _numbered(keys: KeyShare, request: AuditRequest) -> KeyShare:
+    mode, how = request.write_mode, request.recompute
+    if not (mode.upserts or request.id is not None or (how is not None and how.keys)):
+        raise Refused("AUDIT_KEYS.NO_KEY", sink=request.named_sink)
+    view = read_view(request.checkpoint)
+    return keys.after(audits(request.checkpoint), request.named_sink, f"{view.incarnation}/{view.batch}")
 
 
 def _all_transforms(

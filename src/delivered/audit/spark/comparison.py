@@ -13,8 +13,9 @@ from pyspark.sql.window import Window
 
 from delivered.audit.account import Comparison, Findings, Ranges
 from delivered.audit.request import AuditRequest
+from delivered.audit.spark.keys import SharedKeys, shared_keys
 from delivered.audit.spark.reconcile import Slots, hashed, reconcile, slot_of, without_order
-from delivered.audit.spark.slices import SliceRows, beyond_rows, kept_plain, shuffles_fit_for
+from delivered.audit.spark.slices import SliceRows, beyond_rows, kept_plain, shuffles_fit_for, slice_frame
 from delivered.audit.spark.source import Deduplicated, FinalState, SentRows, expressions, record_columns
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Slice
@@ -33,6 +34,7 @@ def in_spark(spark: SparkSession, request: AuditRequest, scope: Scope, scan: Bou
     with ExitStack() as context:
         source = context.enter_context(closing(SentRows(spark, request)))
         probe = source.rows().drop(*([request.write_mode.delete] if request.write_mode.delete else []))
+        source.keys = shared_keys(request, request.write_mode.keys, probe, from_arrow(scan.schema()))
         context.enter_context(batches_fit_for(spark, probe.schema, from_arrow(scan.schema())))
         context.enter_context(kept_plain(spark))
         yield SparkComparison(spark, request, scope, scan, source, probe, context)
@@ -63,7 +65,9 @@ class SparkComparison(Comparison):
 
     def read(self, slices: Sequence[Slice], expected: int, again: int = 0) -> tuple[int, int]:
         self._again = again
-        stored = stored_rows(self._spark, self._request, self._scan, slices, self._scope, self._probe, self._places)
+        stored = stored_rows(
+            self._spark, self._request, self._scan, slices, self._scope, self._probe, self._places, self._source.keys
+        )
         stored = stored.persist(StorageLevel.DISK_ONLY)
         self._context.callback(stored.unpersist)
         rows, foreign = _count(stored, self._request)
@@ -109,6 +113,9 @@ class SparkComparison(Comparison):
                 known = sent.select("id") if ahead is None else sent.select("id").union(ahead.select("id"))
                 unexpected = there.select("id").join(known, "id", "left_anti")
                 sealed = before.join(unexpected, "id", "left_semi")
+        keys = source.keys
+        if keys is not None:
+            sent = keys.identified(sent, "id")
         with expressions(request):
             result = reconcile(sent, ahead, there, source.slots, self._places, request.samples_max, sealed)
             if state is not None and result.counts.unexpected:
@@ -116,7 +123,7 @@ class SparkComparison(Comparison):
             if request.own is not None and result.counts.lost and "own" in sent.columns:
                 excluded = sent.filter("NOT own").count()
         dedup = deduplicated.counts if deduplicated is not None else None
-        return Findings(result, ordered, undeleted, unclear, dedup, excluded)
+        return Findings(result, ordered, undeleted, unclear, dedup, excluded, source.selected)
 
     def _without_sealed(
         self, sent: DataFrame, ahead: DataFrame | None, again: DataFrame | None
@@ -158,14 +165,18 @@ def stored_rows(
     scope: Scope,
     sent: DataFrame,
     places: Slots,
+    keys: SharedKeys | None = None,
 ) -> DataFrame:
     """What a reader of the sink sees in these slices, as rows for `reconcile`.
 
     Args:
         sent: a frame with the columns that were written to the sink.
         places: collects the slots of these rows.
+        keys: of the rows, those that are wanted; None: all.
     """
-    frame = SliceRows(spark, scan, slices)
+    frame: SliceRows | DataFrame = SliceRows(spark, scan, slices)
+    if keys is not None and keys.by_columns:
+        frame = keys.rows(slice_frame(spark, scan, slices))
     names = record_columns(request, sent, frame.schema.names).names
     # Columns that the system adds give a record's position; without them, the read order does.
     added = [c for c in ("offset", "rowid") if c in frame.schema.names and c not in names]
@@ -175,7 +186,7 @@ def stored_rows(
         return batch.select(names)
 
     with expressions(request):
-        return hashed(
+        rows = hashed(
             frame,
             canonical,
             fingerprint_seed(scope),
@@ -185,3 +196,4 @@ def stored_rows(
             own_sql=request.own,
             position=added[0] if added else None,
         )
+    return rows if keys is None else keys.identified(rows, "id")

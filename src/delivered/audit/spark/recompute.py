@@ -35,6 +35,7 @@ from delivered.audit.judge import (
     report_of_ledger,
     report_of_result,
 )
+from delivered.audit.keys import KeyCheck
 from delivered.audit.report import AuditReport
 from delivered.audit.request import (
     AuditRequest,
@@ -49,6 +50,7 @@ from delivered.audit.request import (
     split_by_transform,
 )
 from delivered.audit.sealing import Seals
+from delivered.audit.spark.keys import FROM_SOURCE, SharedKeys, shared_keys
 from delivered.audit.spark.reconcile import by_partition
 from delivered.audit.spark.replay import AT, BATCH, Script, replay
 from delivered.audit.spark.slices import keeps_partitions, kept_plain, shuffles_fit_for, slice_frame
@@ -102,6 +104,10 @@ class Query:
     skipped: Mapping[str, int]
 
     @property
+    def keys(self) -> SharedKeys | None:
+        return self.source.keys
+
+    @property
     def ranges(self) -> list[BatchRange]:
         return split_by_batch(self.read.start, self.ends)
 
@@ -142,9 +148,14 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
     scan = request.sink.scan()
     with closing(SentRows(spark, request)) as source, kept_plain(spark), ExitStack() as context:
         say("reading the sink and the ledger")
-        ledger, stored, rows = context.enter_context(
-            _read_unchanged(request, scope, lambda: slice_frame(spark, scan, scan.slices(request.sink_from)))
-        )
+        probe = source.rows()
+        names, _ = _key(request, how, mode, probe.columns)
+        source.keys = shared_keys(request, names, probe, from_arrow(scan.schema()))
+
+        def there() -> DataFrame:
+            return source.shared(slice_frame(spark, scan, scan.slices(request.sink_from)))
+
+        ledger, stored, rows = context.enter_context(_read_unchanged(request, scope, there))
         visible = ledger.visible
         if visible is None or request.dedup is not None:
             return report_of_ledger(request, ledger, _UNDECIDED if visible is None else _DEDUP)
@@ -160,11 +171,16 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
         methods = _methods(query, replayable=not impossible, say=say)
         if not methods:
             return report_of_ledger(request, ledger, f"its batches cannot be replayed: {impossible}")
-        context.enter_context(shuffles_fit_for(spark, rows + visible.total.count))
+        selected = source.selected
+        share = request.keys.of if request.keys is not None and selected == FROM_SOURCE else 1
+        context.enter_context(shuffles_fit_for(spark, rows + visible.total.count // share))
         own_rows, foreign = _own_rows(stored, request)
         inherent = query.caveats(Method.REPLAY)
         for number, method in enumerate(methods, 1):
-            with method() as expected, compare(request, how, mode, expected.rows, own_rows) as comparison:
+            with (
+                method() as expected,
+                compare(request, how, mode, expected.rows, own_rows, source.keys) as comparison,
+            ):
                 counts, columns = comparison.counts()
                 caveats = expected.find_caveats(damaged=counts.damaged)
                 if number == len(methods) or not any(c.weighs(counts) and c not in inherent for c in caveats):
@@ -175,6 +191,8 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
     report = report_of_result(request, ledger, read, view.batch, Result(counts, samples=samples), ordered=True)
     own = request.own or ("true" if mode.complete else "")
     report = replace(report, fingerprints=None, id_says=comparison.identified_by, own=own, foreign=foreign)
+    if request.keys is not None:
+        report = replace(report, keys=KeyCheck.of_counts(request.keys, counts, selected))
     all_caveats = [*_of_ledger(request, ledger, read, unsure), *caveats]
     report = account_for_recompute(report, all_caveats, columns, comparison.identified_by, expected.ran)
     return report if request.sealing is None else Seals(request, scope).seal_all(report, ledger, start)
@@ -255,7 +273,15 @@ def _replay(query: Query, say: Progress) -> Iterator[_Expected]:
         several_watermarks=operators(query.plan).count("EventTimeWatermark") > 1,
         rejects=request.rejects,
     )
-    with replay(query.spark, query.source.transform, script, say) as (frame, differs):
+    # A condition on the input of a watermark would move it.
+    first_shared = "EventTimeWatermark" not in operators(query.plan)
+
+    def transform(frames: Mapping[str, DataFrame]) -> DataFrame:
+        rows = query.source.transform(frames)
+        return query.source.shared(rows) if first_shared else rows
+
+    with replay(query.spark, transform, script, say) as (frame, differs):
+        frame = query.source.shared(frame)
         if differs:
             caveats.append(Caveat(differs))
         if query.mode.expected is not None:
@@ -473,7 +499,12 @@ def _met(frame: DataFrame, query: Query) -> tuple[DataFrame, list[Caveat], DataF
     missed = int(by_key.agg(F.coalesce(F.sum(_MISSED), F.lit(0))).collect()[0][0])
     rows = frame.join(by_key.where(F.col(BATCH).isNotNull()).select(BATCH, AT), [BATCH, AT]).drop(BATCH, AT, name)
     counted, caveats = query.skipped.get(CONFLICT, 0), []
-    if counted != missed:
+    if query.keys is not None and missed <= counted:
+        if counted:
+            caveats.append(
+                Caveat(f"the ledger counts the {counted:,} rows that did not find their {name} for all keys")
+            )
+    elif counted != missed:
         caveats.append(
             Caveat(
                 f"the ledger counts {counted:,} rows that did not find their {name} in the table, the recomputation "
@@ -531,14 +562,22 @@ def _typed(frame: DataFrame, written: StructType, like: StructType | None = None
 
 def _identity(request: AuditRequest, how: Recompute, mode: WriteMode, columns: Sequence[str]) -> tuple[str | None, str]:
     """SQL that identifies a row, and its name in a report; None: all columns do."""
-    if mode.upserts:
-        return id_sql(mode), f"key ({mode.keys_text})"
-    if request.id is not None:
-        return request.id, f"`{request.id}`"
-    if how.keys and set(how.keys) <= set(columns):
-        keys = WriteMode(keys=how.keys)
+    names, expression = _key(request, how, mode, columns)
+    if names:
+        keys = WriteMode(keys=names)
         return id_sql(keys), f"key ({keys.keys_text})"
-    return None, "all columns"
+    return (None, "all columns") if expression is None else (expression, f"`{expression}`")
+
+
+def _key(
+    request: AuditRequest, how: Recompute, mode: WriteMode, columns: Sequence[str]
+) -> tuple[tuple[str, ...], str | None]:
+    """The columns that identify a row, or the expression; neither: all columns do."""
+    if mode.upserts:
+        return mode.keys, None
+    if request.id is not None:
+        return (), request.id
+    return (how.keys if set(how.keys) <= set(columns) else ()), None
 
 
 @dataclass(frozen=True)
@@ -582,9 +621,18 @@ class Comparison:
 
 @contextmanager
 def compare(
-    request: AuditRequest, how: Recompute, mode: WriteMode, expected: DataFrame, stored: DataFrame
+    request: AuditRequest,
+    how: Recompute,
+    mode: WriteMode,
+    expected: DataFrame,
+    stored: DataFrame,
+    keys: SharedKeys | None = None,
 ) -> Iterator[Comparison]:
-    """Both sides, joined and persisted while the context is open."""
+    """Both sides, joined and persisted while the context is open.
+
+    Args:
+        keys: of the rows, those that are wanted; None: all.
+    """
     schema = record_columns(request, expected, stored.columns)
     records = request.sink.records
 
@@ -596,14 +644,14 @@ def compare(
     there = _typed(stored.select(*map(backquoted, schema.names)), expected.schema, must.schema)
     identity, identified_by = _identity(request, how, mode, schema.names)
     with expressions(request):
-        joined = _joined(must, there, identity).persist(StorageLevel.DISK_ONLY)
+        joined = _joined(must, there, identity, keys).persist(StorageLevel.DISK_ONLY)
     try:
         yield Comparison(joined, must.schema, identified_by)
     finally:
         joined.unpersist()
 
 
-def _joined(must: DataFrame, there: DataFrame, identity: str | None) -> DataFrame:
+def _joined(must: DataFrame, there: DataFrame, identity: str | None, keys: SharedKeys | None) -> DataFrame:
     """Rows of both sides by id; copies of one id are numbered."""
     content = F.to_json(F.struct(*map(backquoted, must.columns)))
 
@@ -612,6 +660,7 @@ def _joined(must: DataFrame, there: DataFrame, identity: str | None) -> DataFram
         columns = [*map(backquoted, frame.columns)]
         copies = Window.partitionBy(_ID).orderBy(F.xxhash64(*columns))
         row = frame.select(id_.alias(_ID), F.struct(*columns).alias(name), *columns)
+        row = row if keys is None else keys.identified(row, _ID)
         return row.select(_ID, name, F.row_number().over(copies).alias(_COPY))
 
     return side(must, _MUST).join(side(there, _THERE), [_ID, _COPY], "full_outer")

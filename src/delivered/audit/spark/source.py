@@ -42,6 +42,7 @@ from delivered.audit.request import (
     slices_of,
     split_by_batch,
 )
+from delivered.audit.spark.keys import SharedKeys
 from delivered.audit.spark.reconcile import Slots, by_partition, canonical_schema, hashed, without_order
 from delivered.audit.spark.slices import SliceRows, keeps_partitions, slice_frame
 from delivered.checkpoint import sidecar
@@ -91,7 +92,11 @@ def expressions(request: AuditRequest) -> Iterator[None]:
 
 
 class SentRows:
-    """Ranges of the sources, through the transform."""
+    """Ranges of the sources, through the transform.
+
+    Attributes:
+        keys: of the rows, those that are wanted; None: all.
+    """
 
     def __init__(self, spark: SparkSession, request: AuditRequest) -> None:
         self.spark, self._request = spark, request
@@ -101,13 +106,26 @@ class SentRows:
             {n: sidecar.kept_first(at, n) for n in request.sources},
         )
         self.slots = Slots()
+        self.keys: SharedKeys | None = None
 
     def close(self) -> None:
         self.sources.close()
 
     def rows(self, slices: Sequence[Slice] = ()) -> DataFrame:
         """Rows written to the sink for slices of the sources; without slices, only the columns matter."""
-        return self.transform(self._read(slices))
+        return self.shared(self.transform(self._read(slices)))
+
+    def shared(self, rows: DataFrame) -> DataFrame:
+        """Those of `keys`."""
+        return rows if self.keys is None else self.keys.rows(rows)
+
+    @property
+    def selected(self) -> str:
+        """Where rows of other keys are dropped, for a report; empty: they are not."""
+        if self.keys is None:
+            return ""
+        # Reads nothing: a slice of each source, for Spark's plan.
+        return self.keys.selected(self.rows([Slice((name, None)) for name in self._request.sources]))
 
     def stream(self) -> DataFrame:
         """The transform over streams with the sources' columns, for its plan: of a batch, Spark drops watermarks."""
@@ -133,7 +151,7 @@ class SentRows:
 
     def _transform_only(self, read: DataFrame) -> DataFrame:
         (name,) = self._request.sources
-        return self.transform({name: read})
+        return self.shared(self.transform({name: read}))
 
     @contextmanager
     def deduplicated(
