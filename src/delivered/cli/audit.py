@@ -108,6 +108,7 @@ def audit(
 ) -> int:
     """Read source and sink back from the last seal on, list lost, duplicated and altered records, and seal what was
     proved; exit code 1 if the guarantee was violated, 3 if unknown."""
+    from delivered.audit.keys import KeyShare
     from delivered.audit.report import render
     from delivered.audit.request import sealing
     from delivered.cli.run import SparkLog, quiet_spark
@@ -144,7 +145,10 @@ def audit(
     start = _offsets("--sink-from", sink_from)
     if start is not None and sink is None and len(pipeline.sinks) > 1:
         raise UsageError("AUDIT_SINK.SINK_FROM")
-    sealing(full=full, since=since, from_now=from_now, sink_from=start is not None, recompute=recompute)
+    if keys is not None:
+        KeyShare.parse(keys)
+    part = start is not None or keys is not None
+    sealing(full=full, since=since, from_now=from_now, sink_from=part, recompute=recompute)
     with working("starting") as progress, ExitStack() as session, ExitStack() as light:
         if pipeline.transform.function is None:  # others may use it
             light.enter_context(without_pandas())
