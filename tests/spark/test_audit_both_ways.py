@@ -69,10 +69,10 @@ class Case:
         self.options: dict[str, Any] = {"audit": {"id": "id"}}
         self.add(ROWS)
 
-    def add(self, count: int) -> None:
-        log = self.folder / "log"
-        values = [str(n).encode() for n in range(count)]
-        keys = [f"k{n % 5}".encode() if n % 11 else None for n in range(count)]
+    def add(self, count: int, first: int = 0) -> None:
+        log, numbers = self.folder / "log", range(first, first + count)
+        values = [str(n).encode() for n in numbers]
+        keys = [f"k{n % 5}".encode() if n % 11 else None for n in numbers]
         append(str(log), pa.table({"key": pa.array(keys, pa.binary()), "value": values}), partition_by=2)
 
     @property
@@ -194,7 +194,7 @@ def continued(case: Case) -> None:
     """Batches are sealed; of them, one row is there again, and one is missing that was there."""
     clean(case)
     assert case.pipeline.audit().verdict is Verdict.HELD
-    case.add(ROWS)
+    case.add(ROWS, ROWS)
     deliver(case.pipeline)
     case.sql("INSERT INTO rows SELECT * FROM rows WHERE id = 8 LIMIT 1", "DELETE FROM rows WHERE rowid = 70")
 
