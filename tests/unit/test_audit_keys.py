@@ -65,3 +65,5 @@ def test_the_probability_that_wrong_keys_are_found() -> None:
         "1000": 0.632304575,
     }
     assert "1: 0.1 %, 10: 0.996 %, 100: 9.52 %, 1,000: 63.2 %" in "\n".join(check.lines())
+    assert "100: > 99.9 %" in KeyCheck(KeyShare(1, 10)).lines()[1]
+    assert "1: 100 %" in KeyCheck(KeyShare(1, 1)).lines()[1]

@@ -114,4 +114,5 @@ class KeyCheck:
 
 
 def _percent(probability: float) -> str:
-    return f"{100 * probability:.3g} %"
+    text = f"{100 * probability:.3g}"
+    return "> 99.9 %" if text == "100" and probability < 1 else f"{text} %"
