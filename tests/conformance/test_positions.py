@@ -6,7 +6,7 @@ import json
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,10 +60,15 @@ def kept(rig: Rig, at: Offsets) -> Any:
     return json.loads(json.dumps(rig.sink.scan().kept(at)))
 
 
-REMOTE = [pytest.param(n, marks=pytest.mark.matrix) for n in ("delta-s3", "iceberg-s3", "iceberg-rest", "files-json")]
+REMOTE = ["delta-s3", "iceberg-s3", "iceberg-rest", "files-json"]
 
 
-@pytest.mark.parametrize("name", [*ORDERED, *REMOTE])
+def some(names: Iterable[str], *quick: str) -> list[Any]:
+    """Parameters, of which those that are not quick are left to the matrix."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.matrix) for name in names]
+
+
+@pytest.mark.parametrize("name", some([*ORDERED, *REMOTE], *EMBEDDED, "kafka", "postgres-two-phase"))
 def test_a_position_among_staged_rows(name: str, request: pytest.FixtureRequest) -> None:
     rig = Rig(SINKS[name](request))
     assert rig.sink.capability().no_position == ""
@@ -86,7 +91,7 @@ def test_a_position_among_staged_rows(name: str, request: pytest.FixtureRequest)
     assert rig.sink.scan().changes(end, kept(rig, end)).unchanged
 
 
-@pytest.mark.parametrize("name", [*EMBEDDED[2:], *POSTGRES[:1]])
+@pytest.mark.parametrize("name", some([*EMBEDDED[2:], *POSTGRES[:1]], "sqlite", "files-parquet"))
 def test_a_position_between_shards_that_are_visible_at_once(name: str, request: pytest.FixtureRequest) -> None:
     rig, weak = Rig(SINKS[name](request)), Guarantee.AT_LEAST_ONCE
     plan = rig.plan(rig.context(guarantee=weak), 0)
@@ -102,7 +107,9 @@ def test_a_position_between_shards_that_are_visible_at_once(name: str, request: 
 UPSERT = {"mode": "upsert", "keyColumns": "key"}
 
 
-@pytest.mark.parametrize("system", ["sqlite", "delta", "iceberg", "mysql", "mysql-append"])
+@pytest.mark.parametrize(
+    "system", some(["sqlite", "delta", "iceberg", "mysql", "mysql-append"], "sqlite", "mysql-append")
+)
 def test_the_plan_names_sinks_without_positions(system: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     rows_ = [pa.record_batch({"key": pa.array(["a", "b"]), "value": pa.array([1, 2])})]
     places = {
@@ -329,7 +336,7 @@ def started(name: str, request: pytest.FixtureRequest) -> tuple[Rig, Hands, Offs
     return rig, HANDS[name](rig, request), at, facts
 
 
-@pytest.mark.parametrize("name", HANDS)
+@pytest.mark.parametrize("name", some(HANDS, "sqlite", "delta", "files-parquet", "postgres-two-phase"))
 def test_what_a_system_does_to_its_files_changes_nothing(name: str, request: pytest.FixtureRequest) -> None:
     rig, hands, at, facts = started(name, request)
     end = position(rig)
@@ -344,7 +351,7 @@ def test_what_a_system_does_to_its_files_changes_nothing(name: str, request: pyt
 
 
 @pytest.mark.parametrize("what", ["delete", "alter"])
-@pytest.mark.parametrize("name", HANDS)
+@pytest.mark.parametrize("name", some(HANDS, "sqlite", "delta", "files-parquet", "postgres-two-phase"))
 def test_a_changed_row_before_a_position_is_reported(name: str, what: str, request: pytest.FixtureRequest) -> None:
     rig, hands, at, facts = started(name, request)
     getattr(hands, what)()
@@ -364,7 +371,7 @@ def test_a_changed_row_before_a_position_is_reported(name: str, what: str, reque
     assert rig.sink.scan().changes(end, kept(rig, end)).unchanged
 
 
-@pytest.mark.parametrize("name", HANDS)
+@pytest.mark.parametrize("name", some(HANDS, "sqlite", "delta", "files-parquet", "postgres-two-phase"))
 def test_all_rows_of_a_recreated_target_lie_behind_earlier_positions(name: str, request: pytest.FixtureRequest) -> None:
     rig, hands, at, facts = started(name, request)
     count = hands.recreate()
@@ -397,6 +404,7 @@ def test_delta_files_that_are_vacuumed_after_compaction(request: pytest.FixtureR
     assert between(rig) == rig.expected(0, 1, 2, 3, 4, 5)
 
 
+@pytest.mark.matrix
 def test_iceberg_snapshots_that_expired(request: pytest.FixtureRequest) -> None:
     rig, hands, at, facts = started("iceberg", request)
     assert isinstance(hands, IcebergHands)
@@ -420,6 +428,7 @@ def test_iceberg_snapshots_that_expired(request: pytest.FixtureRequest) -> None:
         between(rig, end)
 
 
+@pytest.mark.matrix
 def test_iceberg_rows_rewritten_on_both_sides(request: pytest.FixtureRequest) -> None:
     """Of one file that holds rows of both sides, nobody can say which are which."""
     rig, hands, at, facts = started("iceberg", request)
@@ -434,6 +443,7 @@ def test_iceberg_rows_rewritten_on_both_sides(request: pytest.FixtureRequest) ->
             between(rig, position_)
 
 
+@pytest.mark.matrix
 def test_delta_partitions_that_are_compacted_alone(tmp_path: Path) -> None:
     rig = Rig(find_sink("delta", {"path": str(tmp_path / "orders"), "partitionBy": "day"}))
     hands = DeltaHands(str(tmp_path / "orders"))
@@ -543,8 +553,8 @@ def freeze(server: Any) -> None:
 ROW = "INSERT INTO {t} VALUES ('sub', 'sub')"
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("count", [1, 100])
+@pytest.mark.parametrize("prepared", [pytest.param(False, marks=pytest.mark.matrix), True])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.matrix), 100])
 def test_rows_of_subtransactions_in_progress_lie_behind(
     postgres: Any, request: pytest.FixtureRequest, count: int, prepared: bool
 ) -> None:
@@ -585,7 +595,7 @@ TOLD = {
 """What does not, and is reported."""
 
 
-@pytest.mark.parametrize("what", KEEP)
+@pytest.mark.parametrize("what", some(KEEP, "freeze", "full"))
 def test_what_keeps_the_transaction_of_a_row(postgres: Any, what: str) -> None:
     rig, hands, at, facts = postgres_started(postgres)
     for statement in KEEP[what].split("; "):
@@ -595,7 +605,7 @@ def test_what_keeps_the_transaction_of_a_row(postgres: Any, what: str) -> None:
     assert between(rig, at) == rig.expected(1)
 
 
-@pytest.mark.parametrize("what", TOLD)
+@pytest.mark.parametrize("what", some(TOLD, "truncate"))
 def test_what_does_not_keep_it_is_reported(postgres: Any, what: str) -> None:
     rig, hands, at, facts = postgres_started(postgres)
     statements, message = TOLD[what]
@@ -832,6 +842,7 @@ class PulsarTopic:
         return sum(b.num_rows for piece in self.scan.slices(since, until) for b in self.scan.read(piece))
 
 
+@pytest.mark.matrix
 def test_pulsar_positions_and_retention(pulsar: Any, tmp_path: Path) -> None:
     topic = PulsarTopic(pulsar, tmp_path)
     topic.add(10)
@@ -856,6 +867,7 @@ def test_pulsar_positions_and_retention(pulsar: Any, tmp_path: Path) -> None:
     assert [topic.count(None, at), topic.count(at)] == [0, 5]
 
 
+@pytest.mark.matrix
 def test_rocketmq_topics(rocketmq: Any, request: pytest.FixtureRequest) -> None:
     rig = Rig(SINKS["rocketmq"](request))
     rig.run(0)
