@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from tests.spark.cli_help import WAIT_S, running, until
 from tests.spark.log_to_sqlite import produce
@@ -81,3 +83,33 @@ def test_a_handle_of_a_notebook_audits_until_it_is_stopped(spark: Any, tmp_path:
         assert pipeline.stop(query, WAIT_S)
     assert spark.sparkContext.getLocalProperty("spark.scheduler.pool") is None
     assert dict(spark.conf.getAll) == before
+
+
+@pytest.mark.matrix
+def test_two_followers_beside_a_running_pipeline(tmp_path: Path) -> None:
+    """One seals, the other continues from there; one that is killed leaves a chain; SIGTERM ends it within seconds."""
+    file = written(tmp_path)
+    more = ("--every", "1 s", "--share", "100 %")
+    with (
+        running("run", str(file), "--output", "json") as driver,
+        running("audit", "--follow", str(tmp_path), *more, own_group=True) as one,
+        running("audit", "--follow", str(file), *more) as two,
+    ):
+        for sent in range(40, 200, 40):
+            until(lambda sent=sent: records(file) == sent, driver)  # type: ignore[misc]
+            if sent == 80:
+                os.killpg(one.pid, signal.SIGKILL)
+            produce(tmp_path / "in", sent, 40)
+        until(lambda: records(file) == 200, driver)
+        began = time.monotonic()
+        two.send_signal(signal.SIGTERM)
+        _, said = two.communicate(timeout=WAIT_S)
+        print(f"ended in {time.monotonic() - began:.1f} s")
+        assert two.returncode == 0 and "Traceback" not in said, said
+        assert "orders orders: held" in said
+        driver.send_signal(signal.SIGTERM)
+        _, err = driver.communicate(timeout=WAIT_S)
+        assert driver.returncode == 0, err
+    found = sealed(file)
+    assert found.last is not None and found.faults == () and [r.state for r in found.ranges] == ["held"]
+    assert {line["verdict"] for line in audits(str(tmp_path / "checkpoint"))} == {"held"}
