@@ -27,19 +27,23 @@ from typing import Any
 
 import pika
 import yaml
-from confluent_kafka import Producer
+from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from delivered.checkpoint import history
 from delivered.connectors.kafka.topics import id_prefix
 from delivered.machine import cache_folder
+from delivered.model.schedule import SEALS_LATE
 from delivered.pipeline.definition import Definition
 from delivered_lab import brokers
 from delivered_lab.brokers.servers import fetch_packages, free_ports
 
 SEEN_WITHIN_S = 15.0
 GONE_WITHIN_S = 90.0
+AUDITED_WITHIN_S = 240.0
+"""Of an audit in Spark that starts for it, with all this beside it."""
 RECORDS_PER_S = 200
+AUDIT_EVERY_S = 20
 BUILD = Path("build")
 DEPLOY = Path(__file__).parents[1] / "deploy"
 TOKEN = "DELIVERED_UI_TOKEN"
@@ -53,6 +57,7 @@ class Seen:
     Attributes:
         seen_on: place -> seconds from the trouble until it was seen there.
         gone_after_s: seconds from the mending command until it was seen nowhere.
+        due_s: seconds from the trouble until it is one by definition.
     """
 
     case: str
@@ -60,10 +65,12 @@ class Seen:
     seen_on: dict[str, float]
     mended_by: str
     gone_after_s: float
+    due_s: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return max(self.seen_on.values())
+        """From then on."""
+        return max(0.0, max(self.seen_on.values()) - self.due_s)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "seen_on": sorted(self.seen_on), "seen_after_s": self.seen_on, "seconds": self.seconds}
@@ -163,6 +170,8 @@ def rehearse(
     alerts: tuple[str, ...],
     mended_by: str,
     mend: Callable[[], None],
+    due_s: float = 0.0,
+    gone_within_s: float = GONE_WITHIN_S,
 ) -> Seen:
     began = time.monotonic()
     trouble()
@@ -170,26 +179,26 @@ def rehearse(
     while set(seen) != set(watch.places):
         for place in watch.where(codes, alerts):
             seen.setdefault(place, round(time.monotonic() - began, 1))
-        if time.monotonic() - began > 4 * SEEN_WITHIN_S:
+        if time.monotonic() - began > due_s + 4 * SEEN_WITHIN_S:
             raise TimeoutError(f"{case}: {codes} was seen only on {sorted(seen)}")
         time.sleep(0.2)
     print(f"{case}: {codes[0]} seen after {seen}", flush=True)
     watch.keep(case)
     mend()
-    gone = until(lambda: not watch.where(codes, alerts), GONE_WITHIN_S, f"{case}: {codes} did not go away")
+    gone = until(lambda: not watch.where(codes, alerts), gone_within_s, f"{case}: {codes} did not go away")
     print(f"{case}: gone {gone:.1f} s after: {mended_by}", flush=True)
-    return Seen(case, codes[0], seen, mended_by, round(gone, 1))
+    return Seen(case, codes[0], seen, mended_by, round(gone, 1), due_s)
 
 
 class Command:
-    """`delivered run` or `receive`, in a session of its own, so that it can be killed with everything below it."""
+    """`delivered run`, `receive` or `audit`, in a session of its own, so that it can be killed with all below it."""
 
-    def __init__(self, name: str, file: Path) -> None:
-        self._name, self._file, self._log = name, file, file.with_name(f"{name}.log")
+    def __init__(self, name: str, file: Path, *more: str) -> None:
+        self._name, self._file, self._log, self._more = name, file, file.with_name(f"{name}.log"), more
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "delivered.cli.main", self._name, str(self._file)]
+        command = [sys.executable, "-m", "delivered.cli.main", self._name, str(self._file), *self._more]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -256,7 +265,7 @@ def main() -> int:
         },
         "transform": {"sql": "SELECT key, value FROM orders UNION ALL SELECT key, value FROM calls"},
         "sinks": [{"format": "kafka", "kafka.bootstrap.servers": broker.bootstrap, "topic": "clean"}],
-        "master": "local[2]",
+        "master": "local[2]", "audit": {"every": f"{AUDIT_EVERY_S} s", "share": "100 %"},
     }  # fmt: skip
     file = folder / "clean.yaml"
     file.write_text(yaml.safe_dump(pipeline), encoding="utf-8")
@@ -269,7 +278,9 @@ def main() -> int:
         program = None
     watch = Watch(file, *ports, alerts=program is not None)
     cli = (sys.executable, "-m", "delivered.cli.main")
-    driver, receiver = Command("run", file), Command("receive", file)
+    # Audits run beside the driver, so that they can stop alone.
+    driver, receiver = Command("run", file, "--set", "audit.every=1 day"), Command("receive", file)
+    auditor = Command("audit", file, "--follow")
     load = Load(broker.bootstrap, rabbitmq.url)
     hanging: list[Producer] = []
 
@@ -295,14 +306,30 @@ def main() -> int:
         (name,) = listed()
         fetched(f"http://127.0.0.1:{ports[1]}/end/0/abort/{urllib.parse.quote(name, safe='')}", "POST")
 
+    def expire() -> None:
+        """Delete records that were delivered and not sealed, as retention would."""
+        (before,) = json.loads(fetched(f"http://127.0.0.1:{ports[1]}/status.json"))
+        until(lambda: sum(decided()) > sum(decided(before)), 60, "no batch was decided")
+        low = [TopicPartition("orders", n, offset) for n, offset in enumerate(decided())]
+        for future in admin.delete_records(low).values():
+            future.result()
+
+    def decided(status: Any = None) -> list[int]:
+        """Where the newest decided batch ends in each partition of the source."""
+        if status is None:
+            (status,) = json.loads(fetched(f"http://127.0.0.1:{ports[1]}/status.json"))
+        at = status["positions"]["orders"]["orders"]
+        return [int(at[n]) for n in sorted(at)]
+
     results: list[Seen] = []
     with contextlib.ExitStack() as stack:
-        for end in (rabbitmq.stop, broker.stop, receiver.kill, driver.kill, load.ended.set):
+        for end in (rabbitmq.stop, broker.stop, receiver.kill, driver.kill, auditor.kill, load.ended.set):
             stack.callback(end)
         load.start()
         receiver.start()
         until((folder / "log" / "_delta_log").exists, 60, "the receiver did not make its log")
         driver.start()
+        auditor.start()
         stack.enter_context(beside(*cli, "metrics", str(file), "--port", str(ports[0]), log=folder / "metrics.log"))
         page = ("ui", str(file), "--port", str(ports[1]), "--token", f"env:{TOKEN}")
         stack.enter_context(beside(*cli, *page, log=folder / "ui.log"))
@@ -357,6 +384,22 @@ def main() -> int:
             )
         )  # fmt: skip
         until(quiet, 120, "the pipeline did not recover")
+        results.append(
+            rehearse(
+                watch, "audits stop", auditor.kill, ("DELIVERED_SEAL_OLD",), ("DeliveredSealOld",),
+                "delivered audit --follow clean.yaml", auditor.start, SEALS_LATE * AUDIT_EVERY_S,
+                AUDITED_WITHIN_S,
+            )
+        )  # fmt: skip
+        until(quiet, 120, "the audits did not recover")
+        auditor.kill()
+        results.append(
+            rehearse(
+                watch, "records expire", expire, ("DELIVERED_UNSEALED_EXPIRED",), ("DeliveredUnsealedExpired",),
+                "delivered audit --follow clean.yaml", auditor.start, 0.0,
+                AUDITED_WITHIN_S,
+            )
+        )  # fmt: skip
         expressions = evaluated(ports[2]) if program is not None else {}
     found = {
         "cases": [r.to_json() for r in results],
@@ -369,7 +412,7 @@ def main() -> int:
     print(json.dumps(found, indent=1))
     late = [r.case for r in results if r.seconds > SEEN_WITHIN_S]
     for case in late:
-        print(f"{case}: seen later than {SEEN_WITHIN_S:.0f} s", file=sys.stderr)
+        print(f"{case}: seen later than {SEEN_WITHIN_S:.0f} s after it was due", file=sys.stderr)
     return 1 if late else 0
 
 

@@ -13,14 +13,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-CASES = ["a transaction hangs", "the driver is killed", "a receiver is killed", "the broker is down"]
+CASES = [
+    *("a transaction hangs", "the driver is killed", "a receiver is killed", "the broker is down"),
+    *("audits stop", "records expire"),
+]
 
 
 @pytest.mark.matrix
 def test_trouble_is_seen_and_mended(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "examples.rehearsal"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=540, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     cases = json.loads((tmp_path / "build" / "operate.json").read_text())["cases"]
     assert [c["case"] for c in cases] == CASES
