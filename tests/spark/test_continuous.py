@@ -66,6 +66,7 @@ def test_a_running_pipeline_seals_what_it_delivers_and_both_stop_together(tmp_pa
     assert [r.state for r in sealed(file).ranges] == ["held"]
 
 
+@pytest.mark.matrix
 def test_a_handle_of_a_notebook_audits_until_it_is_stopped(spark: Any, tmp_path: Path) -> None:
     """Beside a query of the same session, whose settings stay as they were."""
     file = written(tmp_path, transform={"sql": "SELECT key, value FROM source"})
