@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.__main__ import create_topic, delete_topic, fill
+from benchmarks.__main__ import create_topic, delete_topic, fill, versions
 from delivered import Pipeline
 from delivered_lab import brokers
 
@@ -46,25 +48,22 @@ class Usage:
     report: dict[str, Any] = field(default_factory=dict)
 
 
-def below(process: psutil.Process) -> list[psutil.Process]:
-    """Without the broker."""
-    return [process, *(p for p in process.children(recursive=True) if "kafka.Kafka" not in " ".join(p.cmdline()))]
+def shell(*arguments: str, codes: tuple[int, ...] = (0,)) -> Usage:
+    """Run `delivered` as a user does.
 
-
-def shell(*arguments: str) -> Usage:
-    """Run `delivered` as a user does."""
+    Args:
+        codes: exit codes that are no failure.
+    """
     command = [sys.executable, "-m", "delivered.cli.main", *arguments]
     began, usage = time.monotonic(), Usage()
     process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     times: dict[int, float] = {}
     while process.poll() is None:
         memory = 0
-        for one in below(psutil.Process(process.pid)) if process.is_running() else ():
-            try:
+        with suppress(psutil.Error):
+            for one in (process, *process.children(recursive=True)):
                 memory += one.memory_info().rss
                 times[one.pid] = sum(one.cpu_times()[:2])
-            except psutil.Error:
-                continue
         usage.peak_mib = max(usage.peak_mib, memory / 2**20)
         try:
             process.wait(0.02)
@@ -72,7 +71,7 @@ def shell(*arguments: str) -> Usage:
             continue
     usage.seconds, usage.cpu_s = time.monotonic() - began, sum(times.values())
     out, err = process.communicate()
-    if process.returncode:
+    if process.returncode not in codes:
         raise RuntimeError(f"{command} ended with {process.returncode}:\n{out[-3000:]}\n{err[-3000:]}")
     if "json" in arguments:
         usage.report = json.loads(out)
@@ -120,8 +119,8 @@ def measure(bootstrap: str, folder: Path, size: int) -> dict[str, Any]:
             checked(full.report, size)
             found["full"] = {"seconds": round(full.seconds, 2), "cpu_s": round(full.cpu_s, 2)}
         else:
-            shell("audit", str(file), "--from-now")
-    found["shell"], found["warm"] = [], []
+            shell("audit", str(file), "--from-now", codes=(0, 3))
+    found["shell"] = []
     for _ in range(ROUNDS):
         add(file, bootstrap, topic, NEW)
         one = shell("audit", str(file), "--output", "json")
@@ -140,7 +139,7 @@ def warm(file: Path, bootstrap: str, topic: str) -> list[dict[str, Any]]:
     from delivered.spark.session import session
 
     pipeline = Pipeline.from_file(file)
-    spark = session(MASTER)
+    spark = session("bench-audit", MASTER)
     rounds = []
     try:
         for number in range(ROUNDS + 1):
@@ -171,7 +170,8 @@ def main() -> int:
         finally:
             broker.stop()
     given.out.parent.mkdir(exist_ok=True)
-    given.out.write_text(json.dumps({"new": NEW, "runs": found}, indent=1) + "\n", encoding="utf-8")
+    report = {"new": NEW, "rounds": ROUNDS, "cores": os.cpu_count(), "versions": versions(), "runs": found}
+    given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

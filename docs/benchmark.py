@@ -88,8 +88,38 @@ _FIGURES = {
 
 def page() -> str:
     """The page; benchmarks without a stored run are marked as not measured."""
-    parts = [_kafka(), _endurance(), *(_table(name, head) for name, head in _TABLES.items())]
+    parts = [_kafka(), _audits(), _endurance(), *(_table(name, head) for name, head in _TABLES.items())]
     return "\n".join(filter(None, parts))
+
+
+_AUDITS = """## Audits
+
+`make bench-audit`: a pipeline has copied a Kafka topic exactly once, and its batches are sealed. {new:,} more records
+are copied, and audited: by `delivered audit` in a shell, start included, and by Spark in a session that is warm. One
+machine with {cores} cores runs all of it; seconds are medians of {rounds} runs, each of which leaves {new:,} more
+sealed records.
+
+| sealed before | shell, s | CPU, s | memory, MiB | Spark, warm, s | full audit by Spark, from the shell, s |
+|---:|---:|---:|---:|---:|---:|
+"""
+
+
+def _audits() -> str:
+    stored = _stored("bench-audit")
+    if not stored.exists():
+        return ""
+    run: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8"))
+    lines = []
+    for one in run["runs"]:
+        seconds, cpu, memory = (statistics.median(r[k] for r in one["shell"]) for k in ("seconds", "cpu_s", "peak_mib"))
+        warm = statistics.median(r["seconds"] for r in one["warm"])
+        full = f"{one['full']['seconds']:.1f}" if "full" in one else ""
+        lines.append(f"| {one['sealed']:,} | {seconds:.2f} | {cpu:.2f} | {memory:,.0f} | {warm:.2f} | {full} |")
+    first, last = (statistics.median(r["seconds"] for r in run["runs"][at]["shell"]) for at in (0, -1))
+    warm_first, warm_last = (statistics.median(r["seconds"] for r in run["runs"][at]["warm"]) for at in (0, -1))
+    note = f"Last line against first: {last / first:.2f} in the shell, {warm_last / warm_first:.2f} by Spark."
+    end = ["", note, "", f"Versions: {_versions(run['versions'])}.", ""]
+    return _AUDITS.format(**run) + "\n".join([*lines, *end])
 
 
 def _endurance() -> str:
