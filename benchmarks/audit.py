@@ -161,17 +161,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/bench-audit.json"))
     given = parser.parse_args()
     found = []
+    given.out.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-audit-") as folder:
         broker = brokers.start("kafka", Path(folder) / "kafka", dies_with_parent=True)
         try:
             for size in given.sizes:
                 found.append(measure(broker.bootstrap, Path(folder), size))
                 print(json.dumps(found[-1]), flush=True)
+                report = {"new": NEW, "rounds": ROUNDS, "cores": os.cpu_count(), "versions": versions(), "runs": found}
+                given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         finally:
             broker.stop()
-    given.out.parent.mkdir(exist_ok=True)
-    report = {"new": NEW, "rounds": ROUNDS, "cores": os.cpu_count(), "versions": versions(), "runs": found}
-    given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
