@@ -12,6 +12,8 @@ STORE = Path(__file__).with_name("spark-versions.json")
 
 def table() -> str:
     found: dict[str, Any] = json.loads(STORE.read_text(encoding="utf-8")) if STORE.exists() else {}
+    if not found:
+        return "No run is stored yet: `make spark-versions`."
     versions = sorted(found, key=lambda v: tuple(map(int, v.split("."))))
     groups = list(dict.fromkeys(g for v in versions for g in found[v]["groups"]))
     lines = [f"| tests of | {' | '.join(f'Spark {v}' for v in versions)} |", "|---|" + "---|" * len(versions)]
