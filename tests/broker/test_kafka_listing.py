@@ -38,7 +38,7 @@ def test_offsets_by_place_and_by_time(kafka: Any) -> None:
     produce(kafka, topic, [{"value": b"x", "timestamp": 1_000 * n} for n in range(1, 6)], partition=1)
     wire = Wire({"bootstrap.servers": kafka.bootstrap})
     parts = [(topic, n) for n in range(3)]
-    ends = list_offsets(wire, dict.fromkeys(parts, LATEST), committed_only=True)
+    ends = wire.patiently(lambda: list_offsets(wire, dict.fromkeys(parts, LATEST), committed_only=True))
     assert {p: offset for p, (offset, _) in ends.items()} == {(topic, 0): 0, (topic, 1): 5, (topic, 2): 0}
     assert all(epoch == 0 for _, epoch in ends.values())
     assert list_offsets(wire, {parts[1]: EARLIEST}, committed_only=False)[parts[1]][0] == 0

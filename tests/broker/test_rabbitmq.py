@@ -25,6 +25,7 @@ from tests.broker.receive_help import (
     pipeline_file,
     receive,
 )
+from tests.broker.sink_help import wait_for
 from tests.support.servers import Rabbitmq
 from tests.support.sweeps import sweep
 
@@ -204,7 +205,7 @@ def test_no_more_than_the_prefetch_is_held(rabbitmq: Rabbitmq) -> None:
     assert receiver.acknowledge(handles[:5]) == Ok(5)
     all_that_comes(receiver, 5)
     receiver.close()
-    assert rabbitmq.left(queue) == 45
+    wait_for(lambda: rabbitmq.left(queue) == 45)
 
 
 def test_a_message_without_an_id_stops_or_is_quarantined(rabbitmq: Rabbitmq, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_an_audit_of_a_chain_that_is_none_is_refused(example: Path) -> None:
         (["audit", "--chain", example], "DELIVERED_CHAIN_SHORT"),
         (["audit", "--chain", example, example], "DELIVERED_CHAIN_LINK"),
         (["audit", "--chain", example, example, "--recompute"], "DELIVERED_CHAIN_OPTION"),
-        (["audit", "--chain", example, example, "--full"], "DELIVERED_CHAIN_OPTION"),
+        (["audit", "--chain", example, example, "--from-now"], "DELIVERED_CHAIN_OPTION"),
         (["audit", example, "--full", "--since", "3"], "DELIVERED_AUDIT_CONTINUES"),
         (["audit", example, "--since", "-1"], "DELIVERED_AUDIT_CONTINUES"),
         (["audit", example, "--full", "--recompute"], "DELIVERED_AUDIT_CONTINUES"),

@@ -53,7 +53,7 @@ FULL = PipelineSpec(
     rejects=True,
 )
 SENDER = Sender(Owner("driver-1"), DriverAddress("h", port=7))
-READING = Reading("/c", Drain("/tmp/d"), True, "orders", {"orders": {"0": 7}}, "orders", "1", True, True)
+READING = Reading("/c", Drain("/tmp/d"), True, "orders", {"orders": {"0": 7}}, "orders", "1", True, True, True)
 QUESTION = StartCheck({"type": "struct", "fields": []}, "append")
 
 
@@ -178,6 +178,6 @@ def test_a_task_loads_neither_the_spec_nor_the_drivers_half_of_the_engine() -> N
         "engine.sinks",
         "engine.transform",
     }
-    edge = {"spark.writers", "spark.task", "spark.internals"}
+    edge = {"spark.writers", "spark.task", "spark.compat", "spark.internals"}
     assert {m for m in ours if m.startswith("spark.")} == edge
     assert loaded.isdisjoint({"pydantic", "yaml", "typer", "rich"})

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import pyspark
 from pyspark.sql import datasource
 
-from delivered.checkpoint.folder import logged
 from delivered.model.errors import InvariantBroken
 from delivered.spark import parsed
 
@@ -85,6 +84,8 @@ class _Remembering:
 
     def latestOffset(self) -> dict[str, Any]:  # noqa: N802
         if self._known_end is None:
+            from delivered.checkpoint.folder import logged  # not in a task
+
             checkpoint = self.new_query_of()  # type: ignore[attr-defined]
             if checkpoint is not None and logged(checkpoint)[1] is not None:
                 raise InvariantBroken("START_UNKNOWN", version=pyspark.__version__, checkpoint=checkpoint)
