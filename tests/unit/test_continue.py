@@ -18,6 +18,7 @@ from delivered.audit import sealing
 from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.report import AuditReport
 from delivered.audit.seal import Seal
+from delivered.audit.sealed import read_sealed
 from delivered.connectors.sqlite.read import SqliteScan
 from delivered.model import step
 from delivered.model.capability import Guarantee
@@ -389,6 +390,25 @@ def test_a_full_audit_keeps_what_was_proved_of_dropped_batches(orders: Orders) -
     assert (full.verdict, full.counts) == (Verdict.HELD, clean(2 * ROWS)), full
     assert [s[:2] for s in states(orders)] == [(0, 0), (1, 2), (1, 3), (3, 4)]
     assert orders.seals()[-1].total.counts == clean(5 * ROWS)
+    assert [r.batches for r in read_sealed([s.text for s in orders.seals()]).ranges] == ["0 to 4"]
+
+
+@pytest.mark.matrix
+def test_a_full_audit_that_found_damage_is_not_passed_over(orders: Orders) -> None:
+    """Neither by an audit that continues from a seal before it, nor by a full one that can read less."""
+    for _ in range(2):
+        orders.run()
+        orders.audit()
+    orders.sql(DELETE.format(3))
+    assert orders.audit(full=True).counts.lost == 1
+    orders.run()
+    since = orders.audit(since=1)
+    assert (since.verdict, since.counts.sent, since.counts.lost) == (Verdict.BROKEN, 3 * ROWS, 1), since
+    orders.drop(batch=1)
+    full = orders.audit(full=True)
+    assert full.continuation is not None
+    assert [(u["state"], u["first"], u["last"]) for u in full.continuation.unproved] == [("broken", 0, 2)]
+    assert read_sealed([s.text for s in orders.seals()]).verdict is Verdict.BROKEN
 
 
 @pytest.mark.matrix

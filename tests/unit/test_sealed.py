@@ -9,7 +9,7 @@ from tests.support.seals import chain, linked, texts
 
 from delivered.audit.evidence import Verdict
 from delivered.audit.seal import Seal, Sums
-from delivered.audit.sealed import REASONS_MAX, State, read_sealed
+from delivered.audit.sealed import REASONS_MAX, State, current, read_sealed
 from delivered.model.identity import Scope
 from delivered.model.work import Account
 
@@ -87,6 +87,14 @@ def test_checkpoints_are_ranges_of_their_own() -> None:
     sealed = read_sealed(texts(linked(seals)))
     assert not sealed.faults
     assert [(r.incarnation, r.batches) for r in sealed.ranges] == [("5b2f", "0 to 9"), ("9c1d", "0 to 19")]
+
+
+def test_a_seal_that_continues_an_earlier_one_again() -> None:
+    """`--full` of batches 10 to 39 after their source dropped the first ones, and once more from batch 20 on."""
+    seals = chain(4)
+    again = [replace(seals[3], first=10, number=4), replace(seals[3], first=20, number=5)]
+    assert [s.number for s in current([*seals, again[0]])] == [0, 4]
+    assert [s.number for s in current([*seals, *again])] == [0, 1, 5]
 
 
 def test_age_is_of_the_newest_and_never_negative() -> None:

@@ -6,7 +6,7 @@ batches and positions meet only while nothing is decided: see `is_firm`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -182,6 +182,17 @@ def is_behind(seal: Seal) -> bool:
     """Whether the rows of batches that were not compared lie behind the position from which the sink is read next: the
     audit that sealed them was stopped before it sealed what it compared."""
     return not seal.audited and seal.sink_start == seal.sink_end and seal.settled < seal.first
+
+
+def continuable(seals: Iterable[Seal]) -> list[Seal]:
+    """Of the seals of a checkpoint, oldest first, those that an audit may continue: without those whose batches a later
+    audit compared again, and did not prove. Its finding would be lost."""
+    found: list[Seal] = []
+    for seal in seals:
+        if unproved_by(seal):
+            found = [s for s in found if s.last < seal.first]
+        found.append(seal)
+    return found
 
 
 def unaudited_by(seal: Seal) -> Unaudited:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -156,14 +156,14 @@ def read_sealed(texts: Iterable[str]) -> Sealed:
     return Sealed(_ranges(kept), seals[-1] if seals else None, digest, tuple(faults), _ranges(others))
 
 
-def current(seals: Iterable[Seal]) -> list[Seal]:
-    """The seals without those whose batches were compared again later."""
+def current(seals: Sequence[Seal]) -> list[Seal]:
+    """The newest seal and those that it continues, of each checkpoint: without those whose batches were compared again
+    later."""
     kept: list[Seal] = []
-    for seal in seals:
-        while kept and kept[-1].scope == seal.scope and kept[-1].last >= seal.first:
-            kept.pop()
-        kept.append(seal)
-    return kept
+    for seal in reversed(seals):
+        if not kept or kept[-1].scope != seal.scope or seal.last < kept[-1].first:
+            kept.append(seal)
+    return kept[::-1]
 
 
 def _ranges(seals: Iterable[Seal]) -> tuple[SealedRange, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -17,6 +17,7 @@ from delivered.audit.continuation import (
     Unaudited,
     audited,
     check_ledger,
+    continuable,
     ended_unaudited,
     is_behind,
     is_firm,
@@ -276,8 +277,8 @@ class Seals:
         newest = -1 if account.visible is None else account.visible.batch
         if since > newest:
             raise DeliveredError("AUDIT_SEAL.SINCE", since=since, sink=self._sink, batch=newest)
-        own = [s for t in ledger.seals(self._sink) if (s := self._parsed(t)).scope == self._scope and s.last < since]
-        return Chain(last.number + 1, digest, own[-1] if own else None)
+        base = [s for s in self._continuable(ledger.seals(self._sink)) if s.last < since]
+        return Chain(last.number + 1, digest, base[-1] if base else None)
 
     def _readable_base(self, ledger: Ledger, account: LedgerAccount) -> Seal | None:
         """Of an audit that reads everything: the oldest seal behind which the sources still have all records; None:
@@ -285,7 +286,7 @@ class Seals:
         texts = list(ledger.seals(self._sink))
         if not texts or list(chain_faults(texts)):
             return None
-        own = [s for s in map(self._parsed, texts) if s.scope == self._scope]
+        own = self._continuable(texts)
         with closing(open_sources(self._request)) as sources:
             if not own or sources.unknown or sources.is_readable(sources.first):
                 return None
@@ -295,6 +296,9 @@ class Seals:
         except DeliveredError:
             return None
         return base
+
+    def _continuable(self, texts: Iterable[str]) -> list[Seal]:
+        return continuable(s for s in map(self._parsed, texts) if s.scope == self._scope)
 
     def _check_recorded(self, recorded: dict[str, object], newest: int, digest: str) -> None:
         """Compare with what the checkpoint says of its last audit."""

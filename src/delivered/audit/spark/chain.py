@@ -194,7 +194,7 @@ def _sealed(pipeline: Definition, request: AuditRequest, report: AuditReport) ->
     doubt = chain.faults[0] if chain.faults else known.not_sealed if known is not None else ""
     if not doubt and report.verdict is Verdict.UNKNOWN:
         doubt = next(iter(report.unknowns), "its newest audit could not judge")
-    seals = current(map(Seal.parse, texts)) if not chain.faults else []
+    seals = current([*map(Seal.parse, texts)]) if not chain.faults else []
     return SealedHop(pipeline.name, request.guarantee, seals, doubt, _reads_all(pipeline))
 
 
