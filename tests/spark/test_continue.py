@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.orders import COPY, DELETE, FOREIGN, ROWS, Orders, clean, states
+from tests.support.sweeps import sweep
 
 from delivered.audit.evidence import Counts, Damage, Verdict
 from delivered.audit.spark.comparison import in_spark
@@ -37,6 +38,17 @@ def test_each_audit_reads_what_is_new(orders: Orders) -> None:
     nothing = orders.audit()
     assert (nothing.verdict, nothing.counts) == (Verdict.HELD, Counts())
     assert [s[2] for s in states(orders)] == [Verdict.HELD, Verdict.BROKEN, Verdict.HELD]
+
+
+@pytest.mark.parametrize("guarantee", sweep(["exactly_once", "at_least_once"], "exactly_once".__eq__))
+def test_an_audit_continues_from_a_recomputation(orders: Orders, spark: SparkSession, guarantee: str) -> None:
+    orders.guarantee = guarantee
+    orders.run(2)
+    assert orders.pipeline().audit(spark, recompute=True).counts == clean(2 * ROWS)
+    orders.run()
+    report = orders.audit()
+    assert (report.verdict, report.counts) == (Verdict.HELD, clean(ROWS)), report
+    assert states(orders) == [(0, 1, Verdict.HELD, True), (2, 2, Verdict.HELD, True)]
 
 
 @pytest.mark.matrix

@@ -314,6 +314,22 @@ def test_a_seal_from_now_says_that_nobody_looked(orders: Orders) -> None:
     assert orders.seals()[-1].total.counts == clean(3 * ROWS)
 
 
+def test_a_seal_that_does_not_say_where_it_stopped_is_not_continued(
+    orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sink had no positions then."""
+    orders.run()
+    orders.audit()
+    orders.run()
+    with monkeypatch.context() as patched:
+        patched.setattr(SqliteScan, "position", lambda _: None)
+        assert orders.audit().counts == clean(2 * ROWS)
+    orders.run()
+    report = orders.audit()
+    assert (report.verdict, report.counts) == (Verdict.HELD, clean(2 * ROWS)), report
+    assert [s[:3] for s in states(orders)] == [(0, 0, Verdict.HELD), (0, 1, Verdict.HELD), (1, 2, Verdict.HELD)]
+
+
 @pytest.mark.matrix
 def test_since_a_batch_that_is_not_there(orders: Orders) -> None:
     orders.run(2)

@@ -185,14 +185,23 @@ def is_behind(seal: Seal) -> bool:
 
 
 def continuable(seals: Iterable[Seal]) -> list[Seal]:
-    """Of the seals of a checkpoint, oldest first, those that an audit may continue: without those whose batches a later
-    audit compared again, and did not prove. Its finding would be lost."""
+    """Of the seals of a checkpoint, oldest first, those that an audit may continue.
+
+    Not those whose batches a later audit compared again, and did not prove: its finding would be lost. Nor those of
+    audits that read all of the sink and could not say where they stopped: to continue, that must be known.
+    """
     found: list[Seal] = []
     for seal in seals:
         if unproved_by(seal):
             found = [s for s in found if s.last < seal.first]
-        found.append(seal)
+        if is_placed(seal):
+            found.append(seal)
     return found
+
+
+def is_placed(seal: Seal) -> bool:
+    """Whether it says where its audit stopped in the sink, if it compared batches."""
+    return not seal.audited or seal.sink_end is not None or seal.sink_read is not None
 
 
 def unaudited_by(seal: Seal) -> Unaudited:

@@ -21,6 +21,7 @@ from delivered.audit.continuation import (
     ended_unaudited,
     is_behind,
     is_firm,
+    is_placed,
     never_audited,
     replaced_checkpoint,
     unaudited_by,
@@ -35,6 +36,7 @@ from delivered.checkpoint.folder import read_view
 from delivered.checkpoint.history import last_audits
 from delivered.checkpoint.sidecar import kept_first, stream_driver
 from delivered.contract.sink import BoundedScan, Changes
+from delivered.contract.source import Offsets
 from delivered.engine.context import open_shared_ledger
 from delivered.engine.sinks import Sinks
 from delivered.ledger import Ledger
@@ -92,6 +94,20 @@ def find_cut(request: AuditRequest, scope: Scope, scan: BoundedScan, *, position
     return replace(firm, until=until, kept=scan.kept(firm.position))
 
 
+def unchanged_cut(
+    guarantee: Guarantee, ledger: LedgerAccount, position: Offsets | None, started: int, scan: BoundedScan
+) -> Cut:
+    """Where an audit stops that has read the sink while its ledger did not change.
+
+    Args:
+        position: of the sink; read, as `started`, between two looks at the ledger.
+        started: the newest batch by the checkpoint.
+    """
+    if position is None or ledger.visible is None or not is_firm(guarantee, ledger, started):
+        return Cut(ledger, until=position)
+    return Cut(ledger, position, position, ledger.visible.batch, scan.kept(position))
+
+
 def _settled(request: AuditRequest, scope: Scope, started: int) -> LedgerAccount:
     """The ledger, once it has decided the batch that had started, or after a while."""
     deadline = time.monotonic() + _CUT_WAIT_S
@@ -130,6 +146,8 @@ class Seals:
             if reads_all:
                 return Start(replace(chain, base=None), reads_all)
             base = self._readable_base(seals, ledger) if self._how.full else chain.base
+            if base is not None and base.scope == self._scope and not is_placed(base):
+                base = next(reversed(self._continuable(seals.seals(self._sink))), None)
             chain = replace(chain, base=base)
             if base is None:
                 return Start(chain, unread=self._unread(Changes()))
@@ -198,13 +216,13 @@ class Seals:
             seals.append(audited(chain, self._scope, compared, behind, cut, own, version_, by))
         return self._added(report, start, visible.batch, seals)
 
-    def seal_all(self, report: AuditReport, ledger: LedgerAccount, begin: Positions) -> AuditReport:
+    def seal_all(self, report: AuditReport, cut: Cut, begin: Positions) -> AuditReport:
         """The report of a recomputation, sealed."""
         with self._ledger() as seals:
-            chain = self._chain(seals, ledger)
+            chain = self._chain(seals, cut.ledger)
         start = Start(replace(chain, base=None), "a recomputation compares all batches")
         compared = Compared(0, as_text(begin), Account(), Result(report.counts))
-        return self.seal(report, compared, Cut(ledger), start)
+        return self.seal(report, compared, cut, start)
 
     def _with_replaced(self, start: Start) -> tuple[Chain, list[Seal]]:
         if start.replaced is None:

@@ -21,7 +21,8 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.types import DecimalType, DoubleType, FloatType, StructType, TimestampType
 from pyspark.sql.window import Window
 
-from delivered.audit.evidence import Counts, Damage, LedgerAccount, Sample, read_ledger
+from delivered.audit.continuation import Cut, why_all
+from delivered.audit.evidence import Counts, Damage, LedgerAccount, Sample
 from delivered.audit.judge import (
     ALL,
     MISSING,
@@ -49,13 +50,14 @@ from delivered.audit.request import (
     split_by_batch,
     split_by_transform,
 )
-from delivered.audit.sealing import Seals
+from delivered.audit.sealing import Seals, read_account, unchanged_cut
 from delivered.audit.spark.keys import FROM_SOURCE, SharedKeys, shared_keys
 from delivered.audit.spark.reconcile import by_partition
 from delivered.audit.spark.replay import AT, BATCH, Script, replay
 from delivered.audit.spark.slices import keeps_partitions, kept_plain, shuffles_fit_for, slice_frame
 from delivered.audit.spark.source import SentRows, expressions, final_state, record_columns
 from delivered.checkpoint.folder import batch_metadata, read_view
+from delivered.contract.sink import BoundedScan
 from delivered.kits.sql.merge import CONFLICT
 from delivered.model.capability import Guarantee, WriteMode
 from delivered.model.errors import DeliveredError
@@ -155,8 +157,8 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
         def there() -> DataFrame:
             return source.shared(slice_frame(spark, scan, scan.slices(request.sink_from)))
 
-        ledger, stored, rows = context.enter_context(_read_unchanged(request, scope, there))
-        visible = ledger.visible
+        cut, stored, rows = context.enter_context(_read_unchanged(request, scope, scan, there))
+        ledger, visible = cut.ledger, cut.ledger.visible
         if visible is None or request.dedup is not None:
             return report_of_ledger(request, ledger, _UNDECIDED if visible is None else _DEDUP)
         view = read_view(request.checkpoint)
@@ -195,7 +197,7 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
         report = replace(report, keys=KeyCheck.of_counts(request.keys, counts, selected))
     all_caveats = [*_of_ledger(request, ledger, read, unsure), *caveats]
     report = account_for_recompute(report, all_caveats, columns, comparison.identified_by, expected.ran)
-    return report if request.sealing is None else Seals(request, scope).seal_all(report, ledger, start)
+    return report if request.sealing is None else Seals(request, scope).seal_all(report, cut, start)
 
 
 def _named(positions: Positions, request: AuditRequest) -> Positions:
@@ -342,17 +344,20 @@ def _last(frame: DataFrame, mode: WriteMode) -> tuple[DataFrame, DataFrame | Non
 
 @contextmanager
 def _read_unchanged(
-    request: AuditRequest, scope: Scope, frame: Callable[[], DataFrame]
-) -> Iterator[tuple[LedgerAccount, DataFrame, int]]:
+    request: AuditRequest, scope: Scope, scan: BoundedScan, frame: Callable[[], DataFrame]
+) -> Iterator[tuple[Cut, DataFrame, int]]:
     """The sink's persisted rows, with a ledger that did not change while they were read; and their number."""
+    continues = request.sealing is not None and not why_all(request, request.sink.capability().no_position)
     for _ in range(_TRIES):
-        before = read_ledger(request.sink, scope, request.guarantee, request.decided_by, request.dead_letters)
+        before = read_account(request, scope)
+        position = scan.position() if continues else None
+        started = read_view(request.checkpoint).batch
         stored = frame().persist(StorageLevel.DISK_ONLY)
         try:
             rows = stored.count()
-            after = read_ledger(request.sink, scope, request.guarantee, request.decided_by, request.dead_letters)
+            after = read_account(request, scope)
             if before.visible == after.visible:
-                yield after, stored, rows
+                yield unchanged_cut(request.guarantee, after, position, started, scan), stored, rows
                 return
         finally:
             stored.unpersist()
