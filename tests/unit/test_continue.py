@@ -371,6 +371,17 @@ def test_rows_that_are_missing_of_dropped_batches_are_lost(orders: Orders) -> No
 
 
 @pytest.mark.matrix
+def test_what_is_lost_after_dropped_batches_is_not_theirs(orders: Orders) -> None:
+    orders.run()
+    orders.audit()
+    orders.run(2)
+    orders.sql(DELETE.format(45))
+    orders.drop(batch=1)
+    assert orders.audit().breaches == ["1 records are lost; exactly_once promises none"]
+    assert states(orders)[1:] == [(1, 1, Verdict.UNKNOWN, False), (2, 2, Verdict.BROKEN, True)]
+
+
+@pytest.mark.matrix
 def test_an_audit_killed_between_its_two_seals(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
     orders.run()
     orders.audit()

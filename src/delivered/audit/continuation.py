@@ -297,7 +297,7 @@ def never_audited(chain: Chain, unaudited: Unaudited, by: Auditor, report: Audit
     base = chain.base
     earlier = report.earlier if report is not None else None
     theirs = max(0, unaudited.handed.total.count - earlier.missing) if earlier is not None else 0
-    broken = [b for b in report.breaches if earlier is not None and earlier.batches in b] if report is not None else []
+    broken = report.earlier_breaches if report is not None else []
     same = base is not None and base.scope == unaudited.scope
     return Seal(
         scope=unaudited.scope,

@@ -173,18 +173,25 @@ class AuditReport:
         violations = breaches(self.guarantee, counts, self.given_up)
         if self.undeleted:
             violations.append(f"{self.undeleted} deleted keys are still in the sink")
-        if self.earlier is not None and not self.guarantee.may_lose:
-            if self.earlier.missing:
-                violations.append(
-                    f"{self.earlier.missing} records of batches {self.earlier.batches} are lost: according to the "
-                    "ledger, they were handed to the sink"
-                )
-            elif self.earlier.differs:
-                violations.append(
-                    f"records of batches {self.earlier.batches} are lost or altered: the sink holds as many as the "
-                    "ledger says, but with another fingerprint"
-                )
-        return violations
+        return [*violations, *self.earlier_breaches]
+
+    @property
+    def earlier_breaches(self) -> list[str]:
+        """Of `breaches`, those of batches that were not compared."""
+        earlier = self.earlier
+        if earlier is None or not self.judged or self.guarantee.may_lose:
+            return []
+        if earlier.missing:
+            return [
+                f"{earlier.missing} records of batches {earlier.batches} are lost: according to the ledger, they were "
+                "handed to the sink"
+            ]
+        if earlier.differs:
+            return [
+                f"records of batches {earlier.batches} are lost or altered: the sink holds as many as the ledger says, "
+                "but with another fingerprint"
+            ]
+        return []
 
     @property
     def verdict(self) -> Verdict:
