@@ -437,14 +437,12 @@ class Pipeline(Definition):
         from delivered.audit.local.audit import recheck_here
         from delivered.audit.request import NeedsSpark
 
-        started = spark is not None and not callable(spark)
-        try:
-            if started:
-                raise NeedsSpark("it has a session")
-            return recheck_here(self, sink, seals, wanted, say)
-        except NeedsSpark as why:
-            from delivered.audit.spark.audit import recheck_sink
-
-            if not started:
+        if spark is None or callable(spark):
+            try:
+                return recheck_here(self, sink, seals, wanted, say)
+            except NeedsSpark as why:
                 say(f"starting Spark: {why}")
-            return recheck_sink(self, spark() if callable(spark) else spark, sink, seals, wanted, say)
+        spark = spark() if callable(spark) else spark
+        from delivered.audit.spark.audit import recheck_sink
+
+        return recheck_sink(self, spark, sink, seals, wanted, say)
