@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -113,31 +114,21 @@ def audit(
     from delivered.audit.request import sealing
     from delivered.cli.run import SparkLog, quiet_spark
 
+    one: dict[str, object] = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint}
+    one |= {"--sink-from": sink_from, "--recompute": recompute, "--keys": keys}
+    one |= {"--since": since is not None, "--from-now": from_now}
     if follow:
-        one: dict[str, object] = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint, "--sink": sink}
-        one |= {"--sink-from": sink_from, "--recompute": recompute, "--keys": keys, "--chain": chain, "--full": full}
-        one |= {"--since": since is not None, "--from-now": from_now, "--spark": in_spark}
-        if wrong := [name for name, value in {**one, "--output json": output is Output.JSON}.items() if value]:
-            raise UsageError("FOLLOW_OPTION", wrong=", ".join(wrong))
+        one |= {"--sink": sink, "--chain": chain, "--full": full, "--spark": in_spark}
+        if wrong := _chosen({**one, "--output json": output is Output.JSON}):
+            raise UsageError("FOLLOW_OPTION", wrong=wrong)
+        if share is not None and every is None:
+            raise UsageError("FOLLOW_MISSING")
         return _follow(files, every, share, master, log_format)
     if every is not None or share is not None:
         raise UsageError("FOLLOW_MISSING")
     if chain:
-        alone: dict[str, object] = {
-            "--set": set_,
-            "--guarantee": guarantee,
-            "--checkpoint": checkpoint,
-            "--sink-from": sink_from,
-        }
-        alone |= {
-            "--sink-from": sink_from,
-            "--recompute": recompute,
-            "--keys": keys,
-            "--from-now": from_now,
-            "--since": since is not None,
-        }
-        if wrong := [name for name, value in alone.items() if value]:
-            raise UsageError("CHAIN_OPTION", wrong=", ".join(wrong))
+        if wrong := _chosen(one):
+            raise UsageError("CHAIN_OPTION", wrong=wrong)
         return _audit_chain(files, master, sink, samples, full, spark_log, output)
     if len(files) > 1:
         raise UsageError("AUDIT_FILES", file_count=len(files))
@@ -182,6 +173,10 @@ def audit(
             console().print(render(report))
     codes = {r.exit_code for r in reports}
     return 1 if 1 in codes else max(codes)
+
+
+def _chosen(options: Mapping[str, object]) -> str:
+    return ", ".join(name for name, value in options.items() if value)
 
 
 def _follow(paths: list[Path], every: str | None, share: str | None, master: str | None, log_format: LogFormat) -> int:
