@@ -14,7 +14,7 @@ from delivered.audit.evidence import Counts, LedgerAccount, Verdict
 from delivered.audit.judge import NOBODY, Result
 from delivered.audit.report import AuditReport
 from delivered.audit.request import AuditRequest, BatchRange, Earlier, Positions, clip, parsed, until
-from delivered.audit.seal import UNPROVED_MAX, Seal, Sums, unproved_by
+from delivered.audit.seal import Seal, State, Sums
 from delivered.contract.sink import Changes
 from delivered.contract.source import Offsets
 from delivered.model.capability import Guarantee
@@ -192,7 +192,7 @@ def continuable(seals: Iterable[Seal]) -> list[Seal]:
     """
     found: list[Seal] = []
     for seal in seals:
-        if unproved_by(seal):
+        if seal.state is not State.HELD:
             found = [s for s in found if s.last < seal.first]
         if is_placed(seal):
             found.append(seal)
@@ -298,7 +298,7 @@ def never_audited(chain: Chain, unaudited: Unaudited, by: Auditor, report: Audit
     earlier = report.earlier if report is not None else None
     theirs = max(0, unaudited.handed.total.count - earlier.missing) if earlier is not None else 0
     broken = report.earlier_breaches if report is not None else []
-    same = base is not None and base.scope == unaudited.scope
+    own = chain.own(unaudited.scope)
     return Seal(
         scope=unaudited.scope,
         number=chain.next,
@@ -309,10 +309,10 @@ def never_audited(chain: Chain, unaudited: Unaudited, by: Auditor, report: Audit
         end=unaudited.end,
         verdict=Verdict.BROKEN if broken else Verdict.UNKNOWN,
         sums=Sums(Counts(delivered=theirs, earlier=theirs), ledger=unaudited.handed),
-        total=base.total if base is not None and same else Sums(),
+        total=own.total if own is not None else Sums(),
         account=unaudited.account,
-        settled=base.settled if base is not None and same else -1,
-        settled_end=base.settled_end if base is not None and same else unaudited.start,
+        settled=own.settled if own is not None else -1,
+        settled_end=own.settled_end if own is not None else unaudited.start,
         sink_start=base.sink_end if base is not None else None,
         sink_end=base.sink_end if base is not None else None,
         sink_read=base.sink_read if base is not None else None,
@@ -320,7 +320,7 @@ def never_audited(chain: Chain, unaudited: Unaudited, by: Auditor, report: Audit
         audited=False,
         breaches=tuple(broken),
         unknowns=(unaudited.reason,),
-        unproved=_unproved(base if same else None),
+        unproved=own.unproved_until if own is not None else (),
         sealed_at_ms=by.now_ms,
         auditor=by.name,
     )
@@ -381,7 +381,7 @@ def audited(
         breaches=tuple(report.breaches),
         unknowns=report.unknowns,
         notes=report.notes,
-        unproved=_unproved(base),
+        unproved=base.unproved_until if base is not None else (),
         transform=transform,
         sealed_at_ms=by.now_ms,
         auditor=by.name,
@@ -411,13 +411,6 @@ def _ended(seal: Seal, cut: Cut, base: Seal | None) -> Seal:
         sink_read=cut.until,
         sink_kept=cut.kept,
     )
-
-
-def _unproved(base: Seal | None) -> tuple[Mapping[str, Any], ...]:
-    """What a seal after `base` says of the ranges up to there."""
-    if base is None:
-        return ()
-    return (*base.unproved, *unproved_by(base))[-UNPROVED_MAX:]
 
 
 def repeated(ranges: Sequence[BatchRange], base: Seal) -> list[BatchRange]:

@@ -14,8 +14,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 
 from delivered.audit.evidence import Counts, breaches
-from delivered.audit.seal import Seal
-from delivered.audit.sealed import State, state_of
+from delivered.audit.seal import Seal, State
 from delivered.model.capability import Guarantee
 
 
@@ -63,7 +62,7 @@ def why_apart(hops: Sequence[SealedHop]) -> str | None:
             return why
     if skipped := [h.pipeline for h in hops[1:] if not h.from_start]:
         return f"{skipped[0]} did not read from the first row on"
-    broken = [h.pipeline for h in hops if any(state_of(seal) is State.BROKEN for seal in h.seals)]
+    broken = [h.pipeline for h in hops if any(seal.state is State.BROKEN for seal in h.seals)]
     if len(broken) > 1:
         # A row that one hop doubled and the next one lost has arrived (decision 078).
         return f"{' and '.join(broken)} are broken, and one may have undone what the other one did"
@@ -81,7 +80,7 @@ def _why_incomplete(hop: SealedHop) -> str | None:
     if len({s.scope.incarnation for s in hop.seals}) > 1:
         return f"{hop.pipeline} was sealed on several checkpoints"
     for seal in hop.seals:
-        if state_of(seal) not in (State.HELD, State.BROKEN):
+        if seal.state not in (State.HELD, State.BROKEN):
             why = "not judged" if seal.audited else "never audited"
             batches = f"batch {seal.first}" if seal.first == seal.last else f"batches {seal.first} to {seal.last}"
             return f"{hop.pipeline}, {batches}: {why}"

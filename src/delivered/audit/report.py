@@ -27,7 +27,7 @@ from delivered.audit.evidence import (
 )
 from delivered.audit.keys import KeyCheck
 from delivered.audit.request import Earlier
-from delivered.audit.seal import NEVER_AUDITED, UNPROVED_MAX, Seal, unproved_by
+from delivered.audit.seal import Seal, State
 from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.secrets import one_line
@@ -71,7 +71,7 @@ class Continuation:
     def unproved(self) -> tuple[Mapping[str, Any], ...]:
         """All ranges of the checkpoint that no audit proved, the newest `UNPROVED_MAX`."""
         newest = self.newest
-        return () if newest is None else (*newest.unproved, *unproved_by(newest))[-UNPROVED_MAX:]
+        return () if newest is None else newest.unproved_until
 
     def to_json(self) -> dict[str, Any]:
         newest = self.newest
@@ -423,8 +423,7 @@ def _headline(report: AuditReport) -> Text:
 def _append_seals(text: Text, sealed: Continuation) -> None:
     if (base := sealed.base) is not None:
         at = datetime.fromtimestamp(base.sealed_at_ms / 1000, UTC).isoformat(sep=" ", timespec="seconds")
-        how = base.verdict.value if base.audited else NEVER_AUDITED
-        text.append(f"\n  sealed until batch {base.last} at {at.removesuffix('+00:00')} UTC ({how})")
+        text.append(f"\n  sealed until batch {base.last} at {at.removesuffix('+00:00')} UTC ({base.state.value})")
     if sealed.last < sealed.first:
         text.append("\n  no batch is new")
     else:
@@ -432,7 +431,7 @@ def _append_seals(text: Text, sealed: Continuation) -> None:
         by = f", sealed as number {sealed.seals[-1].number}" if sealed.seals else ""
         text.append(f"\n  this range: {batches}{by}")
     for gap in sealed.unproved:
-        style = "red" if gap["state"] == Verdict.BROKEN.value else "yellow"
+        style = "red" if gap["state"] == State.BROKEN else "yellow"
         batches = f"batch {gap['first']}" if gap["first"] == gap["last"] else f"batches {gap['first']} to {gap['last']}"
         text.append(f"\n  {gap['state']}: {batches}, {gap['records']:,} records: {gap['reason']}", style=style)
     if sealed.reads_all:

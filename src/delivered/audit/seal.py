@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from typing import Any, Self
 
 from delivered.audit.evidence import Counts, Verdict
@@ -24,10 +25,18 @@ from delivered.model.identity import Scope
 from delivered.model.work import Account, check_format
 
 UNPROVED_MAX = 20
-NEVER_AUDITED = "never audited"
 
 SEAL_FORMAT = 1
 """Version of the fields. Seals of a later version are refused, as other durable records are."""
+
+
+class State(StrEnum):
+    """Of a range of batches: the verdict of its audit, or that it had none."""
+
+    HELD = "held"
+    BROKEN = "broken"
+    UNKNOWN = "unknown"
+    NEVER_AUDITED = "never audited"
 
 
 @dataclass(frozen=True)
@@ -141,6 +150,24 @@ class Seal:
     def digest(self) -> str:
         return digest_of(self.text)
 
+    @property
+    def state(self) -> State:
+        return State(self.verdict.value) if self.audited else State.NEVER_AUDITED
+
+    @property
+    def unproved_until(self) -> tuple[Mapping[str, Any], ...]:
+        """`unproved`, and its own range if its guarantee is not known to hold: what the seal that continues it says."""
+        if self.state is State.HELD:
+            return self.unproved
+        own = {
+            "state": self.state.value,
+            "first": self.first,
+            "last": self.last,
+            "records": self.sums.ledger.total.count,
+            "reason": next(iter((*self.breaches, *self.unknowns)), ""),
+        }
+        return (*self.unproved, own)[-UNPROVED_MAX:]
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """
@@ -163,21 +190,6 @@ class Seal:
         own |= {"verdict": Verdict(own["verdict"]), "account": Account.from_json(own["account"])}
         own |= {name: Sums.from_json(own[name]) for name in ("sums", "total")}
         return cls(scope=scope, **own, extra=data)
-
-
-def unproved_by(seal: Seal) -> tuple[Mapping[str, Any], ...]:
-    """Of a seal's own range; empty: its guarantee held."""
-    if seal.audited and seal.verdict is Verdict.HELD:
-        return ()
-    return (
-        {
-            "state": seal.verdict.value if seal.audited else NEVER_AUDITED,
-            "first": seal.first,
-            "last": seal.last,
-            "records": seal.sums.ledger.total.count,
-            "reason": next(iter((*seal.breaches, *seal.unknowns)), ""),
-        },
-    )
 
 
 def digest_of(text: str) -> str:

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from typing import Any
 
 from delivered.audit.evidence import Verdict
-from delivered.audit.seal import Seal, Sums, checked, digest_of
+from delivered.audit.seal import Seal, State, Sums, checked, digest_of
 
 REASONS_MAX = 20
 """Of a range, as many are kept as an audit lists samples."""
-
-
-class State(StrEnum):
-    """Of a range of batches: the verdict of its audit, or that it had none."""
-
-    HELD = "held"
-    BROKEN = "broken"
-    UNKNOWN = "unknown"
-    NEVER_AUDITED = "never audited"
-
-
-def state_of(seal: Seal) -> State:
-    return State(seal.verdict.value) if seal.audited else State.NEVER_AUDITED
 
 
 @dataclass(frozen=True)
@@ -123,7 +109,7 @@ class Sealed:
                 "number": self.last.number,
                 "sha256": self.digest,
                 "batch": self.last.last,
-                "state": state_of(self.last).value,
+                "state": self.last.state.value,
                 "sealed_at_ms": self.last.sealed_at_ms,
             },
             "ranges": [r.to_json() for r in self.ranges],
@@ -178,7 +164,7 @@ def _ranges(seals: Iterable[Seal]) -> tuple[SealedRange, ...]:
 
 def _range_of(seal: Seal) -> SealedRange:
     return SealedRange(
-        state=state_of(seal),
+        state=seal.state,
         incarnation=seal.scope.incarnation,
         first=seal.first,
         last=seal.last,

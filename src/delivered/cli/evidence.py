@@ -197,7 +197,7 @@ def _batches(text: str) -> range | None:
 
 
 def _report(output: Output, evidence: Evidence, faults: list[Fault], says: list[str]) -> None:
-    from delivered.audit.sealed import State
+    from delivered.audit.seal import State
 
     sealed = [(chain, chain.sealed) for chain in evidence.chains]
     if output is Output.JSON:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from delivered import html
-from delivered.audit.sealed import State
+from delivered.audit.seal import State
 from delivered.checkpoint.history import audits, batches
 from delivered.model.errors import DeliveredError
 from delivered.model.work import STEPS, BatchReport

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from delivered.audit.seal import Seal
-from delivered.audit.sealed import Sealed, SealedRange, State, read_sealed, state_of
+from delivered.audit.seal import Seal, State
+from delivered.audit.sealed import Sealed, SealedRange, read_sealed
 from delivered.checkpoint.sidecar import kept_first
 from delivered.contract.source import Offsets, Retained, Source
 from delivered.ledger import Ledger
@@ -218,7 +218,7 @@ def sealed_text(s: SealStatus) -> str:
     if s.last is None or s.age_s is None:
         return "never"
     waits = f"; {records(s.unsealed_records)} not sealed" if s.unsealed_records else ""
-    return f"until batch {s.last.last} ({state_of(s.last).value}), {span(s.age_s)} ago{waits}"
+    return f"until batch {s.last.last} ({s.last.state.value}), {span(s.age_s)} ago{waits}"
 
 
 def records(count: int) -> str:
