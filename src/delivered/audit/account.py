@@ -234,11 +234,14 @@ def _compare(
         if base is not None:
             begin, unsure = parsed(base.end), ""
         end = parsed(visible.offsets) if visible is not None else None
+        ends = [(batch, parsed(text)) for batch, text in ledger.ends]
         # Behind a sharp cut, nothing of a later batch was read.
         read = SourceRange(begin, end, end if end is not None and cut.is_sharp else parsed(view.offsets))
         begins = base.end if base is not None else as_text(begin)
         skipped = (
-            _skipped(request, scope, comparison.sources, start, ledger, begins, every) if visible is not None else ()
+            _skipped(request, scope, comparison.sources, start, ledger, begins, every, ends)
+            if visible is not None
+            else ()
         )
         at, account_at, before = start.after, start.account, begin
         if skipped:
@@ -252,15 +255,14 @@ def _compare(
             report = replace(report_of_ledger(request, ledger, why), range_from=json.dumps(plain(begin)))
             return report, None, cut
         say("reading the source range and comparing")
-        ends = [(batch, parsed(text)) for batch, text in ledger.ends]
-        sealed = _recomputable(every, request) if base is not None else []
+        sealed = find_earlier(every, request.transform_version)[0] if base is not None else []
         twice = join_adjacent(repeated(sealed, base)) if base is not None and again else []
         ranges = Ranges(read, join_adjacent(current), ends, twice)
         findings = comparison.compare(ranges)
         # Where sealed rows were moved or replaced, a second copy may be the only one.
         if base is not None and findings.result.counts.unexpected and not start.changes.altered:
             say("looking for the unexpected records in sealed batches")
-            known = _readable_before(base, sealed, ledger, comparison.sources)
+            known = _readable_before(base, sealed, ends, comparison.sources)
             findings = comparison.compare(replace(ranges, before=join_adjacent(known))) if known else findings
     if findings.excluded:
         unsure = unsure or (
@@ -302,10 +304,6 @@ def _slices(scan: BoundedScan, since: Offsets | None, start: Start, cut: Cut) ->
     return [*before, *scan.slices(base.sink_read, cut.until)], len(before)
 
 
-def _recomputable(every: Sequence[BatchRange], request: AuditRequest) -> list[BatchRange]:
-    return find_earlier(every, request.transform_version)[0]
-
-
 def _skipped(
     request: AuditRequest,
     scope: Scope,
@@ -314,6 +312,7 @@ def _skipped(
     ledger: LedgerAccount,
     begins: str,
     every: Sequence[BatchRange],
+    ends: Sequence[tuple[int, Positions]],
 ) -> tuple[Unaudited, ...]:
     """The first batches, if they cannot be compared: a source has dropped records of theirs, or they ran with another
     transform."""
@@ -330,25 +329,22 @@ def _skipped(
         at, end, account = last, text, until
 
     if not sources.unknown:
-        ends = [(batch, parsed(text)) for batch, text in ledger.ends]
         last, to = first_readable((at, parsed(begins)), ends, sources.is_readable)
         if last > at and (until_there := ledger.account_at(last)) is not None:
             skip(last, to, until_there, "the source had dropped their records")
     for r in clip(every, at, parsed(end), account):
         if find_earlier([r], request.transform_version)[1] is None:
             break
-        skip(
-            r.last, r.end, account + r.decided, "they ran with another transform and cannot be recomputed with this one"
-        )
+        skip(r.last, r.end, account + r.decided, _OTHER_TRANSFORM)
     return tuple(skipped)
 
 
 def _readable_before(
-    base: Seal, sealed: Sequence[BatchRange], ledger: LedgerAccount, sources: SourceSet
+    base: Seal, sealed: Sequence[BatchRange], ends: Sequence[tuple[int, Positions]], sources: SourceSet
 ) -> list[BatchRange]:
     """The sealed batches whose records the sources still have."""
-    ends = [(batch, parsed(text)) for batch, text in ledger.ends if batch <= base.last]
-    last, end = first_readable((-1, sources.first), ends, sources.is_readable)
+    until_base = [(batch, end) for batch, end in ends if batch <= base.last]
+    last, end = first_readable((-1, sources.first), until_base, sources.is_readable)
     return clip(until(sealed, base.last, parsed(base.end)), last, end, Account())
 
 

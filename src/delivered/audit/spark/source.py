@@ -37,16 +37,14 @@ from delivered.audit.request import (
     BatchRange,
     Positions,
     SourceRange,
-    SourceSet,
     id_sql,
     slices_of,
     split_by_batch,
 )
+from delivered.audit.sealing import open_sources
 from delivered.audit.spark.keys import SharedKeys
 from delivered.audit.spark.reconcile import Slots, by_partition, canonical_schema, hashed, without_order
 from delivered.audit.spark.slices import SliceRows, keeps_partitions, slice_frame
-from delivered.checkpoint import sidecar
-from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.source import Slice
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.capability import WriteMode
@@ -100,11 +98,7 @@ class SentRows:
 
     def __init__(self, spark: SparkSession, request: AuditRequest) -> None:
         self.spark, self._request = spark, request
-        at = request.checkpoint
-        self.sources = SourceSet(
-            {n: stream_driver(s, at, writes=False, name=n) for n, s in request.sources.items()},
-            {n: sidecar.kept_first(at, n) for n in request.sources},
-        )
+        self.sources = open_sources(request)
         self.slots = Slots()
         self.keys: SharedKeys | None = None
 
