@@ -16,6 +16,7 @@ from itertools import pairwise
 from delivered.audit.evidence import Counts, breaches
 from delivered.audit.seal import Seal, State
 from delivered.model.capability import Guarantee
+from delivered.model.identity import batches_text
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,7 @@ def _why_incomplete(hop: SealedHop) -> str | None:
     for seal in hop.seals:
         if seal.state not in (State.HELD, State.BROKEN):
             why = "not judged" if seal.audited else "never audited"
-            batches = f"batch {seal.first}" if seal.first == seal.last else f"batches {seal.first} to {seal.last}"
-            return f"{hop.pipeline}, {batches}: {why}"
+            return f"{hop.pipeline}, {batches_text(seal.first, seal.last)}: {why}"
     return None
 
 

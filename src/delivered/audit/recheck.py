@@ -22,6 +22,7 @@ from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Slice
 from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
+from delivered.model.identity import batches_text
 
 ALONE_MAX = 20
 """Of a range that differs, so many seals are compared one by one."""
@@ -54,9 +55,7 @@ class Rechecked:
     says: str = ""
 
     def __str__(self) -> str:
-        first, last = self.batches
-        batches = f"batch {first}" if first == last else f"batches {first} to {last}"
-        return f"{batches}: {self.outcome.value}" + (f": {self.says}" if self.says else "")
+        return f"{batches_text(*self.batches)}: {self.outcome.value}" + (f": {self.says}" if self.says else "")
 
 
 @dataclass(frozen=True)

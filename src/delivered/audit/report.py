@@ -6,7 +6,6 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -30,6 +29,7 @@ from delivered.audit.request import Earlier
 from delivered.audit.seal import Seal, State
 from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
+from delivered.model.identity import batches_text
 from delivered.model.secrets import one_line
 from delivered.terminal import printer
 
@@ -422,17 +422,15 @@ def _headline(report: AuditReport) -> Text:
 
 def _append_seals(text: Text, sealed: Continuation) -> None:
     if (base := sealed.base) is not None:
-        at = datetime.fromtimestamp(base.sealed_at_ms / 1000, UTC).isoformat(sep=" ", timespec="seconds")
-        text.append(f"\n  sealed until batch {base.last} at {at.removesuffix('+00:00')} UTC ({base.state.value})")
+        text.append(f"\n  sealed until batch {base.last} at {html.utc(base.sealed_at_ms)} UTC ({base.state.value})")
     if sealed.last < sealed.first:
         text.append("\n  no batch is new")
     else:
-        batches = f"batch {sealed.first}" if sealed.first == sealed.last else f"batches {sealed.first} to {sealed.last}"
         by = f", sealed as number {sealed.seals[-1].number}" if sealed.seals else ""
-        text.append(f"\n  this range: {batches}{by}")
+        text.append(f"\n  this range: {batches_text(sealed.first, sealed.last)}{by}")
     for gap in sealed.unproved:
         style = "red" if gap["state"] == State.BROKEN else "yellow"
-        batches = f"batch {gap['first']}" if gap["first"] == gap["last"] else f"batches {gap['first']} to {gap['last']}"
+        batches = batches_text(gap["first"], gap["last"])
         text.append(f"\n  {gap['state']}: {batches}, {gap['records']:,} records: {gap['reason']}", style=style)
     if sealed.reads_all:
         text.append(f"\n  every audit of this sink reads all of it: {sealed.reads_all}", style="dim")
@@ -476,10 +474,9 @@ def _history(report: AuditReport) -> Table:
     for name in ("shards", "records", "given up", "rewritten"):
         table.add_column(name, justify="right")
     for line in lines:
-        at = datetime.fromtimestamp(line.decided_at_ms / 1000, UTC).isoformat(sep=" ", timespec="seconds")
         table.add_row(
             str(line.batch),
-            at.removesuffix("+00:00"),
+            html.utc(line.decided_at_ms),
             str(line.shards),
             f"{line.records:,}",
             f"{line.given_up:,}",

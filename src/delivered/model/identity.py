@@ -157,6 +157,11 @@ def by_source(text: str) -> dict[str, str]:
     return {SOURCE: found["0"]} if list(found) == ["0"] and len(lines) == 1 else found
 
 
+def batches_text(first: int, last: int) -> str:
+    """For display: "batch 4" or "batches 4 to 9"."""
+    return f"batch {first}" if first == last else f"batches {first} to {last}"
+
+
 def is_ahead(one: Any, other: Any) -> bool:
     """Whether `one` is further than `other` anywhere."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):

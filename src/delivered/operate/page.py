@@ -12,6 +12,7 @@ from delivered import html
 from delivered.audit.seal import State
 from delivered.checkpoint.history import audits, batches
 from delivered.model.errors import DeliveredError
+from delivered.model.identity import batches_text
 from delivered.model.work import STEPS, BatchReport
 from delivered.operate.seals import SealStatus, records
 from delivered.operate.status import Status, look_at, summary
@@ -155,18 +156,14 @@ def chain_line(seals: SealStatus) -> list[Segment]:
         sealed = f"sealed {start}" if count == 1 else f"{count} seals, {start} to {end}"
         text = "; ".join((f"{r.state.value}: {records(r.records)}, {sealed}", *r.reasons))
         new = bool(before) and before != r.incarnation
-        segments.append(Segment(_CSS[r.state], r.last - r.first + 1, _batches(r.first, r.last), text, new))
+        segments.append(Segment(_CSS[r.state], r.last - r.first + 1, batches_text(r.first, r.last), text, new))
         before = r.incarnation
     if seals.unsealed_batches:
         text = f"not sealed yet: {records(seals.unsealed_records)}; {seals.retention}"
         new = bool(seals.last) and seals.unsealed_from == 0
         last = seals.unsealed_from + seals.unsealed_batches - 1
-        segments.append(Segment("unsealed", seals.unsealed_batches, _batches(seals.unsealed_from, last), text, new))
+        segments.append(Segment("unsealed", seals.unsealed_batches, batches_text(seals.unsealed_from, last), text, new))
     return segments
-
-
-def _batches(first: int, last: int) -> str:
-    return f"batch {first}" if first == last else f"batches {first} to {last}"
 
 
 @dataclass(frozen=True)

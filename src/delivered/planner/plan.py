@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.dedup import Dedup
+from delivered.model.identity import batches_text
 from delivered.model.limits import KEY_TABLE_BYTES, STATE_BYTES_PER_KEY
 from delivered.model.rows import OnBadRow
 from delivered.model.step import MECHANISMS, RECOVERY, Mechanism, Step, StepId, steps_of
@@ -67,10 +68,10 @@ def _transform_changed(request: Request) -> Iterator[str]:
     if request.checkpoint.transform_changed is None:
         return
     first, last = request.checkpoint.transform_changed
-    ran = f"batch {last}" if first == last else f"batches {first} to {last}"
     yield (
-        f"the transform changed: {ran} ran with another version. Its output stays as it is; from batch {last + 1} on "
-        "this version runs. An audit recomputes the batches of this version and reports unknown for the others"
+        f"the transform changed: {batches_text(first, last)} ran with another version. Its output stays as it is; from "
+        f"batch {last + 1} on this version runs. An audit recomputes the batches of this version and reports unknown "
+        "for the others"
     )
     if request.guarantee is Guarantee.EXACTLY_ONCE and _promises(request):
         yield (
