@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 from collections.abc import Callable
@@ -135,6 +136,62 @@ def test_seals_of_another_pipeline_are_found() -> None:
     assert next(text for _, text in faults(other)) == "seal 0 is of invoices -> kafka"
 
 
+def rewritten(change: Callable[[str], str]) -> Callable[[dict[str, Any]], None]:
+    """Another text in the place of seal 2, with its hash."""
+
+    def apply(sink: dict[str, Any]) -> None:
+        sink["seals"][2] = change(sink["seals"][2])
+        sink["sha256"][2] = hashlib.sha256(sink["seals"][2].encode(errors="replace")).hexdigest()
+
+    return apply
+
+
+def with_field(name: str, value: Any) -> Callable[[str], str]:
+    return lambda text: json.dumps({**json.loads(text), name: value}, separators=(",", ":"), sort_keys=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(with_field(name, value) for name in ("number", "first", "last") for value in ("2", None, [2], 2.5, True)),
+        with_field("sealed_at_ms", "now"),
+        with_field("settled_end", 7),
+        with_field("audited", "yes"),
+        with_field("notes", [7]),
+        lambda text: text.replace('"counts":{', '"counts":{"lost":Infinity,', 1).replace('"lost":0,', ""),
+        lambda text: "[" * 99_999,
+        lambda text: text.replace('"notes":[]', '"notes":["\ud800"]'),
+    ],
+)
+def test_a_text_that_is_no_seal_is_a_fault(change: Callable[[str], str]) -> None:
+    found = faults(rewritten(change))
+    assert any(kind is Kind.CHANGED and "cannot be read" in text for kind, text in found), found
+    assert (Kind.MISSING, "seal 2 is missing") in found
+
+
+def test_a_file_that_names_any_number_of_seals_is_read_at_once() -> None:
+    def many(sink: dict[str, Any]) -> None:
+        sink["first"], sink["last"] = -(10**30), 10**30
+
+    assert (Kind.CUT_OFF, f"seals 5 to {10**30} are cut off") in faults(many)
+    assert any(kind is Kind.MISSING for kind, _ in faults(many))
+
+
+def test_a_file_without_a_seal_is_not_intact() -> None:
+    def emptied(sink: dict[str, Any]) -> None:
+        sink.update(first=5, last=4, seals=[], sha256=[])
+
+    assert [kind for kind, _ in faults(emptied)] == [Kind.CHANGED]
+    content = {**evidence().content, "sinks": []}
+    assert kinds(Evidence(content).text.encode()) == [Kind.MISSING]
+
+
+def test_a_sink_that_is_there_twice_is_found() -> None:
+    """Of two, a report by sink would show one."""
+    content = {**evidence().content, "sinks": list(evidence().content["sinks"]) * 2}
+    assert kinds(Evidence(content).text.encode()) == [Kind.CHANGED]
+
+
 @pytest.mark.parametrize(
     "raw",
     [
@@ -145,6 +202,7 @@ def test_seals_of_another_pipeline_are_found() -> None:
         b"\xff",
         b'{"delivered_evidence": 1}',
         b'{"delivered_evidence": 1, "sinks": [7]}',
+        pytest.param(evidence().text.replace('"number": 4', '"number": Infinity').encode(), id="infinity"),
         b"[" * 99_999,
     ],
 )

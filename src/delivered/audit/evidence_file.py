@@ -8,11 +8,13 @@ sorted, no spaces, ASCII, as `jq -caSj` writes them. So everything in it can be 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, Self
 
 from delivered.audit.seal import Seal, chain_faults, digest_of
@@ -162,13 +164,18 @@ def read_evidence(raw: bytes, name: str) -> tuple[Evidence, tuple[Fault, ...]]:
     evidence = Evidence({_FORMAT: version, **data}, signature)
     try:
         chains = evidence.chains
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise UsageError("EVIDENCE_FILE", file=name, error=error) from None
     faults: list[Fault] = []
     if digest != digest_of(canonical(evidence.fields).decode()):
         faults.append(Fault(Kind.CHANGED, "the file was changed after it was written: its sha256 is another one"))
     elif raw != evidence.text.encode():
         faults.append(Fault(Kind.CHANGED, "the file was laid out anew; its fields are as they were written"))
+    if not chains:
+        faults.append(Fault(Kind.MISSING, "the file holds no seal"))
+    for sink, count in Counter(chain.sink for chain in chains).items():
+        if count > 1:
+            faults.append(Fault(Kind.CHANGED, f"the sink is in the file {count} times", sink))
     for chain in chains:
         faults += find_faults(chain, evidence.pipeline)
     return evidence, tuple(faults)
@@ -213,7 +220,7 @@ def find_faults(chain: Chain, pipeline: str) -> Iterator[Fault]:
     def fault(kind: Kind, text: str) -> Fault:
         return Fault(kind, text, chain.sink)
 
-    seals: dict[int, Seal] = {}
+    known: dict[int, str] = {}
     order: list[int] = []
     for at, text in enumerate(chain.seals):
         try:
@@ -222,37 +229,38 @@ def find_faults(chain: Chain, pipeline: str) -> Iterator[Fault]:
             yield fault(Kind.CHANGED, f"the seal at place {at} cannot be read: {error}")
             continue
         order.append(seal.number)
-        seals[seal.number] = seal
+        known[seal.number] = text
         if at >= len(chain.sha256) or digest_of(text) != chain.sha256[at]:
             yield fault(Kind.CHANGED, f"seal {seal.number} was changed: its sha256 is another one")
         if (seal.scope.pipeline, seal.scope.sink) != (pipeline, chain.sink):
             yield fault(Kind.CHANGED, f"seal {seal.number} is of {seal.scope.pipeline} -> {seal.scope.sink}")
     if len(chain.sha256) != len(chain.seals):
         yield fault(Kind.CHANGED, f"{len(chain.seals)} seals have {len(chain.sha256)} hashes")
-    missing = [n for n in range(chain.first, chain.last + 1) if n not in seals]
-    behind = [n for n in missing if n > max(order, default=chain.first - 1)]
-    if missing := missing[: len(missing) - len(behind)]:
+    inside = [n for n in sorted(known) if chain.first <= n <= chain.last]
+    # By their ends: whoever changed the file may have written any number.
+    missing = [(a + 1, b - 1) for a, b in pairwise([chain.first - 1, *inside, chain.last + 1]) if b - a > 1]
+    behind = missing.pop() if missing and missing[-1][1] == chain.last else None
+    if missing:
         yield fault(Kind.MISSING, f"{_numbered(missing)} missing")
-    if behind:
-        yield fault(Kind.CUT_OFF, f"{_numbered(behind)} cut off")
-    if strangers := sorted({n for n in order if not chain.first <= n <= chain.last}):
-        yield fault(Kind.CHANGED, f"{_numbered(strangers)} not of this file")
+    if behind is not None:
+        yield fault(Kind.CUT_OFF, f"{_numbered([behind])} cut off")
+    if strangers := sorted(known.keys() - set(inside)):
+        yield fault(Kind.CHANGED, f"{_numbered([(n, n) for n in strangers])} not of this file")
+    if chain.first > chain.last:
+        yield fault(Kind.CHANGED, f"the file names seals {chain.first} to {chain.last}, which is none")
     if order != sorted(set(order)):
         yield fault(Kind.REORDERED, f"the seals are in the order {', '.join(map(str, order[:20]))}")
     if len(order) == len(chain.seals):
         # As sorted, so that what is out of order is not also said to be broken; hashes are those of the texts.
-        by_number = _by_number(chain.seals)
-        yield from (fault(Kind.CHAIN, text) for text in chain_faults(by_number[n] for n in sorted(by_number)))
+        yield from (fault(Kind.CHAIN, text) for text in chain_faults(known[n] for n in sorted(known)))
     if chain.last == chain.newest[0] and chain.seals and digest_of(chain.seals[-1]) != chain.newest[1]:
         yield fault(Kind.CHANGED, f"the newest seal, {chain.last}, has not the hash that the ledger gave")
 
 
-def _numbered(numbers: Sequence[int]) -> str:
-    """ "seal 3 is", "seals 3 to 5 are", "seals 3, 5 are"."""
-    first, last = numbers[0], numbers[-1]
-    if first == last:
-        return f"seal {first} is"
-    return f"seals {f'{first} to {last}' if last - first + 1 == len(numbers) else ', '.join(map(str, numbers))} are"
+def _numbered(ranges: Sequence[tuple[int, int]]) -> str:
+    """ "seal 3 is", "seals 3 to 5, 7 are"."""
+    texts = [str(first) if first == last else f"{first} to {last}" for first, last in ranges]
+    return f"seal {texts[0]} is" if texts == [str(ranges[0][0])] else f"seals {', '.join(texts)} are"
 
 
 def against_ledger(chain: Chain, ledger: Sequence[str]) -> tuple[list[Fault], list[str]]:

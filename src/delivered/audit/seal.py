@@ -29,6 +29,8 @@ UNPROVED_MAX = 20
 SEAL_FORMAT = 1
 """Version of the fields. Seals of a later version are refused, as other durable records are."""
 
+_PLAIN = {"int": int, "str": str, "bool": bool}
+
 
 class State(StrEnum):
     """Of a range of batches: the verdict of its audit, or that it had none."""
@@ -176,8 +178,8 @@ class Seal:
             ValueError: it is no seal.
         """
         try:
-            return cls._parsed(json.loads(text))
-        except (AttributeError, KeyError, TypeError) as error:
+            return cls._parsed(json.loads(text.encode()))  # what cannot be encoded has no hash
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
             raise ValueError(f"not a seal: {error!r}") from error
 
     @classmethod
@@ -187,6 +189,10 @@ class Seal:
         own = {f.name: data.pop(f.name) for f in fields(cls) if f.name in data}
         for name in ("breaches", "unknowns", "notes", "unproved"):
             own[name] = tuple(own.get(name, ()))
+        plain = [(f.name, _PLAIN[str(f.type)], own[f.name]) for f in fields(cls) if f.type in _PLAIN and f.name in own]
+        plain += [(name, str, text) for name in ("breaches", "unknowns", "notes") for text in own[name]]
+        if wrong := next((f"{name} is {value!r}" for name, kind, value in plain if type(value) is not kind), None):
+            raise TypeError(wrong)
         own |= {"verdict": Verdict(own["verdict"]), "account": Account.from_json(own["account"])}
         own |= {name: Sums.from_json(own[name]) for name in ("sums", "total")}
         return cls(scope=scope, **own, extra=data)
