@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 from contextlib import closing
@@ -131,6 +132,25 @@ def test_a_range(tmp_path: Path, made: delivered.Pipeline) -> None:
     assert "up to batch 29" in result.stderr
 
 
+def test_the_range_that_was_sealed_starts_with_the_first_seal(tmp_path: Path, made: delivered.Pipeline) -> None:
+    """Also if all batches were compared again later."""
+    scope = Scope(made.name, made.sink_names[0], "incarnation-1")
+    first, again = (replace(s, sealed_at_ms=(s.number + 1) * 3_600_000) for s in chain(2, scope))
+    add_seals(made, linked([first, replace(again, first=0, start=first.start)]))
+    said = run(tmp_path / "orders.yaml", "--from", "30").stderr.replace("\n", " ")
+    assert "from 1970-01-01T01:00:00+00:00 to 1970-01-01T02:00:00+00:00, up to batch 19" in said
+
+
+def test_a_seal_that_was_damaged_in_the_ledger_is_named(tmp_path: Path, made: delivered.Pipeline) -> None:
+    seal(made, 3)
+    with closing(sqlite3.connect(tmp_path / "out.db")) as connection:
+        connection.execute("UPDATE _delivered_seal SET seal = 'junk' WHERE number = 1")
+        connection.commit()
+    result = run(tmp_path / "orders.yaml")
+    assert result.exit_code == 1
+    assert "[DELIVERED_AUDIT_SEAL] The chain of seals" in result.stderr
+
+
 def test_a_pipeline_that_was_never_sealed(tmp_path: Path, made: delivered.Pipeline) -> None:
     result = run(tmp_path / "orders.yaml")
     assert result.exit_code == 2
@@ -163,8 +183,6 @@ def test_a_file_is_compared_with_the_ledger(tmp_path: Path, made: delivered.Pipe
 
 
 def test_a_ledger_that_was_restored_is_found(tmp_path: Path, made: delivered.Pipeline) -> None:
-    import sqlite3
-
     seal(made, 3)
     file, yaml = written(tmp_path), tmp_path / "orders.yaml"
     with closing(sqlite3.connect(tmp_path / "out.db")) as connection:

@@ -322,30 +322,23 @@ def parse_bound(option: str, text: str) -> Bound:
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
 
 
-def select(seals: Sequence[str], start: Bound | None, end: Bound | None) -> list[str]:
-    """The seals of a range, both ends included; consecutive, so that their chain can be checked.
+def select(seals: Sequence[Seal], start: Bound | None, end: Bound | None) -> slice:
+    """Where the seals of a range are, both ends included; consecutive, so that their chain can be checked.
 
     A batch is one of the newest checkpoint. A time is when a seal was made, by the auditor's clock.
     """
-    parsed = [Seal.parse(text) for text in seals]
-    newest = parsed[-1].scope.incarnation if parsed else ""
-    inside = [
-        at for at, seal in enumerate(parsed) if _not_before(seal, start, newest) and _not_after(seal, end, newest)
-    ]
-    return list(seals[inside[0] : inside[-1] + 1]) if inside else []
+    newest = seals[-1].scope.incarnation if seals else ""
+    inside = [at for at, seal in enumerate(seals) if _not_before(seal, start, newest) and _not_after(seal, end, newest)]
+    return slice(inside[0], inside[-1] + 1) if inside else slice(0)
 
 
 def _not_before(seal: Seal, bound: Bound | None, newest: str) -> bool:
     return bound is None or (
-        seal.scope.incarnation == newest and seal.last >= bound if isinstance(bound, int) else _sealed_at(seal) >= bound
+        seal.scope.incarnation == newest and seal.last >= bound if isinstance(bound, int) else seal.sealed_at >= bound
     )
 
 
 def _not_after(seal: Seal, bound: Bound | None, newest: str) -> bool:
     return bound is None or (
-        seal.scope.incarnation != newest or seal.first <= bound if isinstance(bound, int) else _sealed_at(seal) <= bound
+        seal.scope.incarnation != newest or seal.first <= bound if isinstance(bound, int) else seal.sealed_at <= bound
     )
-
-
-def _sealed_at(seal: Seal) -> datetime:
-    return datetime.fromtimestamp(seal.sealed_at_ms / 1000, UTC)

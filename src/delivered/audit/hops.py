@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import pairwise
 
 from delivered.audit.evidence import Counts, breaches
 from delivered.audit.seal import Seal, State
 from delivered.model.capability import Guarantee
 from delivered.model.identity import batches_text
+
+_APART_MS = 3_600_000
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,7 @@ def _covered(hop: SealedHop) -> str:
 
 def _ages(last: Sequence[Seal]) -> tuple[str, ...]:
     """When each hop was sealed, if not at one time."""
-    times = [datetime.fromtimestamp(seal.sealed_at_ms / 1000, UTC).isoformat(timespec="seconds") for seal in last]
+    times = [seal.sealed_at.isoformat(timespec="seconds") for seal in last]
     if any(abs(a.sealed_at_ms - b.sealed_at_ms) >= _APART_MS for a, b in pairwise(last)):
         return (f"the hops were sealed at different times: {', '.join(times)}",)
     return ()
-
-
-_APART_MS = 3_600_000

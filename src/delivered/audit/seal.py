@@ -15,11 +15,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Self
 
 from delivered.audit.evidence import Counts, Verdict
 from delivered.contract.source import Offsets
+from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
 from delivered.model.work import Account, check_format
@@ -149,6 +151,10 @@ class Seal:
         return json.dumps(data, separators=(",", ":"), sort_keys=True)
 
     @property
+    def sealed_at(self) -> datetime:
+        return datetime.fromtimestamp(self.sealed_at_ms / 1000, UTC)
+
+    @property
     def digest(self) -> str:
         return digest_of(self.text)
 
@@ -196,6 +202,19 @@ class Seal:
         own |= {"verdict": Verdict(own["verdict"]), "account": Account.from_json(own["account"])}
         own |= {name: Sums.from_json(own[name]) for name in ("sums", "total")}
         return cls(scope=scope, **own, extra=data)
+
+
+def stored_seal(text: str, sink: str) -> Seal:
+    """A seal of a sink's ledger.
+
+    Raises:
+        Refused: a later version of this package wrote it.
+        DeliveredError: it is no seal.
+    """
+    try:
+        return Seal.parse(text)
+    except ValueError as error:
+        raise DeliveredError("AUDIT_SEAL.CHANGED", sink=sink, faults=error) from error
 
 
 def digest_of(text: str) -> str:

@@ -31,7 +31,7 @@ from delivered.audit.evidence import LedgerAccount, read_ledger
 from delivered.audit.judge import Result, report_of_ledger
 from delivered.audit.report import AuditReport, Continuation
 from delivered.audit.request import AuditRequest, Positions, Sealing, SourceSet, as_text, parsed
-from delivered.audit.seal import Seal, chain_faults, digest_of
+from delivered.audit.seal import Seal, chain_faults, digest_of, stored_seal
 from delivered.checkpoint.folder import read_view
 from delivered.checkpoint.history import last_audits
 from delivered.checkpoint.sidecar import kept_first, stream_driver
@@ -336,10 +336,7 @@ class Seals:
             raise DeliveredError("AUDIT_SEAL.CHANGED", sink=self._sink, faults=faults)
 
     def _parsed(self, text: str) -> Seal:
-        try:
-            return Seal.parse(text)
-        except ValueError as error:
-            raise DeliveredError("AUDIT_SEAL.CHANGED", sink=self._sink, faults=error) from error
+        return stored_seal(text, self._sink)
 
     def _behind(self, ledger: Ledger, base: Seal) -> list[Seal]:
         """Seals of batches that were not compared, and whose rows are still to be read; oldest first."""

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from delivered.audit.evidence_file import Bound, Chain, Evidence, Fault, Kind, against_ledger, new_evidence, select
-from delivered.audit.seal import Seal
-from delivered.audit.sealed import read_sealed
+from delivered.audit.seal import Seal, stored_seal
 from delivered.checkpoint.folder import logged
 from delivered.contract.source import Offsets
 from delivered.engine.context import open_shared_ledger
@@ -47,20 +46,22 @@ def gather_evidence(
         UsageError: no such sink.
         Refused: there is no seal, or none in the range.
         Unreachable: the ledger or the checkpoint did not answer.
+        DeliveredError: the ledger holds a seal that is none.
     """
     chains, found = [], []
     with _ledger(pipeline) as ledger:
         last = ledger.look().last
         for name, endpoint in _chosen(pipeline, sink).items():
-            seals = list(ledger.seals(name))
-            if not seals:
+            texts = list(ledger.seals(name))
+            if not texts:
                 continue
-            found.append(f"{name} was sealed {_extent(seals)}.")
-            if chosen := select(seals, start, end):
+            seals = [stored_seal(text, name) for text in texts]
+            found.append(f"{name} was sealed {_extent(seals[0], seals[-1])}.")
+            if chosen := texts[select(seals, start, end)]:
                 target = last.targets.get(name) if last is not None else None
                 position = _answer(_filled, endpoint)
                 facts = {**_identity(endpoint), "target": target, "position": position}
-                chains.append(Chain.of(name, chosen, seals[-1], without_secrets(facts)))
+                chains.append(Chain.of(name, chosen, texts[-1], without_secrets(facts)))
     if not found:
         raise Refused("EVIDENCE_EMPTY.NEVER_SEALED", pipeline=pipeline.name)
     if not chains:
@@ -107,9 +108,9 @@ def compare_with_ledger(evidence: Evidence, pipeline: Definition) -> tuple[list[
 
 
 def sealed_by(pipeline: Definition, sink: str) -> list[Seal]:
-    """All seals of a sink in the pipeline's ledger."""
+    """All seals of a sink in the pipeline's ledger. Raises as `gather_evidence`."""
     with _ledger(pipeline) as ledger:
-        return [Seal.parse(text) for text in ledger.seals(sink)]
+        return [stored_seal(text, sink) for text in ledger.seals(sink)]
 
 
 @contextmanager
@@ -173,9 +174,7 @@ def _bound(bound: Bound | None) -> str | None:
     return None if bound is None else str(bound) if isinstance(bound, int) else bound.isoformat()
 
 
-def _extent(seals: Sequence[str]) -> str:
-    """ "from 2026-11-26T03:00:00Z to 2026-11-26T09:00:00Z, batches 0 to 4711"."""
-    sealed = read_sealed([seals[0], seals[-1]]).ranges
-    first, last = (datetime.fromtimestamp(at / 1000, UTC) for at in (sealed[0].sealed_from_ms, sealed[-1].sealed_at_ms))
-    times = f"from {first.isoformat(timespec='seconds')} to {last.isoformat(timespec='seconds')}"
-    return f"{times}, up to batch {sealed[-1].last}"
+def _extent(first: Seal, last: Seal) -> str:
+    """ "from 2026-11-26T03:00:00+00:00 to 2026-11-26T09:00:00+00:00, up to batch 4711"."""
+    start, end = (seal.sealed_at.isoformat(timespec="seconds") for seal in (first, last))
+    return f"from {start} to {end}, up to batch {last.last}"
