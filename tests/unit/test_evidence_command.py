@@ -182,6 +182,17 @@ def test_a_file_is_compared_with_the_ledger(tmp_path: Path, made: delivered.Pipe
     assert run("check", file, other).exit_code == 2
 
 
+def test_it_is_said_if_none_of_the_batches_was_compared(tmp_path: Path, made: delivered.Pipeline) -> None:
+    seal(made, 2)
+    file, yaml = written(tmp_path), tmp_path / "orders.yaml"
+    result = run("check", file, yaml, "--recompute", "900-999")
+    assert (result.exit_code, "orders: nothing was compared" in result.stdout) == (0, True), result.output
+    alone = run("check", file, "--recompute", "0-9")
+    assert (alone.exit_code, "DELIVERED_EVIDENCE_ALONE" in alone.stderr) == (2, True), alone.output
+    for text in ("19-10", "some", "1-2-3"):
+        assert "DELIVERED_EVIDENCE_BATCHES" in run("check", file, yaml, "--recompute", text).stderr
+
+
 def test_a_ledger_that_was_restored_is_found(tmp_path: Path, made: delivered.Pipeline) -> None:
     seal(made, 3)
     file, yaml = written(tmp_path), tmp_path / "orders.yaml"

@@ -130,6 +130,8 @@ def check(
     from delivered.audit.signature import check_signature
 
     batches = _batches(recompute)
+    if batches is not None and pipeline is None:
+        raise UsageError("EVIDENCE_ALONE", batches=recompute, file=file)
     try:
         raw = file.read_bytes()
     except OSError as error:
@@ -178,6 +180,8 @@ def _compared_again(
 
         again = pipeline.recheck(evidence, spark, batches=batches, progress=progress)
     for sink, found in again.items():
+        if not found:
+            says.append(f"{sink}: nothing was compared: the newest seals of these batches are not in the file")
         for one in found:
             if one.outcome is Again.DIFFERS:
                 faults.append(Fault(Kind.DIFFERS, str(one), sink))
@@ -193,7 +197,10 @@ def _batches(text: str) -> range | None:
     first, _, last = text.partition("-")
     if not (first.isascii() and first.isdigit()) or (last and not (last.isascii() and last.isdigit())):
         raise UsageError("EVIDENCE_BATCHES", text=text)
-    return range(int(first), int(last or first) + 1)
+    batches = range(int(first), int(last or first) + 1)
+    if not batches:
+        raise UsageError("EVIDENCE_BATCHES", text=text)
+    return batches
 
 
 def _report(output: Output, evidence: Evidence, faults: list[Fault], says: list[str]) -> None:
