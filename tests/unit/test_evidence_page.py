@@ -16,6 +16,7 @@ from tests.support.pages import BLOCKS, Reader
 
 import delivered
 from delivered.audit.evidence import Verdict
+from delivered.audit.signature import sign
 
 pytestmark = pytest.mark.skipif(not all(map(shutil.which, ("jq", "openssl"))), reason="needs jq and openssl")
 
@@ -79,6 +80,16 @@ def test_by_hand_a_file_is_intact(folder: Path) -> None:
         "orders: seals 0 to 3, newest in the ledger 3",
         *("1", "1", "broken", "true", "1 records are lost; exactly_once promises none"),
     ]
+
+
+def test_by_hand_a_file_with_batches_that_were_sealed_again_is_intact(folder: Path, tmp_path: Path) -> None:
+    made = delivered.Pipeline.from_file(folder / "orders.yaml")
+    made.audit(full=True)
+    evidence = sign(made.evidence(), (folder / "key.pem").read_bytes(), "key.pem")
+    assert [len(chain.seals) for chain in evidence.chains] == [5]
+    (tmp_path / "evidence.json").write_text(evidence.text)
+    shutil.copy(folder / "key.pub", tmp_path)
+    assert findings(by_hand(tmp_path)) == []
 
 
 def drop(data: dict[str, Any], at: int) -> None:
