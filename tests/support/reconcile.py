@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from delivered.audit.evidence import Counts
-from delivered.audit.local.reconcile import ROW_BITS, Side
+from delivered.audit.local.reconcile import Side
+from delivered.audit.places import ROW_BITS
 from delivered.model.fingerprint import record_hashes
 
 

@@ -24,7 +24,8 @@ from delivered.audit.evidence import Counts, Damage, Verdict
 from delivered.audit.judge import NOBODY
 from delivered.audit.local import comparison
 from delivered.audit.local.audit import audit_here
-from delivered.audit.local.reconcile import Places, reconcile
+from delivered.audit.local.reconcile import reconcile
+from delivered.audit.places import Places
 from delivered.audit.request import NeedsSpark
 from delivered.connectors.log import append
 

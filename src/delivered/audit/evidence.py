@@ -119,13 +119,17 @@ def breaches(guarantee: Guarantee, counts: Counts, given_up: int) -> list[str]:
     return sentences
 
 
+SHOWN_LENGTH = 64
+"""Characters of a key in a report."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One damaged record, by id. Its value stays in the cluster.
 
     Attributes:
         id: from the audit's `id` expression, or a hash of the record.
-        key: as text, shortened.
+        key: as text, shortened to `SHOWN_LENGTH`.
         source, sink: partition and position, as in `orders-0 @ 17`; None: not there.
         sent, delivered: copies under this id.
     """

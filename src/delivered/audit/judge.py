@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Self
 
 from delivered.audit.evidence import Counts, Damage, DedupCounts, Fingerprints, LedgerAccount, PartitionLine, Sample
 from delivered.audit.report import AuditReport
@@ -27,6 +28,8 @@ from delivered.model.work import Account
 _NOTHING = Account()
 NOBODY = "-"
 """The partition of records that were never sent."""
+PARTITIONS_MAX = 1_000
+"""Source partitions that are reported individually."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,23 @@ class Result:
     delivered: Fingerprint = Fingerprint()
     null_ids: int = 0
     partitions_left_off: int = 0
+
+    @classmethod
+    def of_lines(cls, lines: Iterable[PartitionLine], samples: Sequence[Sample] = (), null_ids: int = 0) -> Self:
+        """The sums of all lines, of which there may be several of one partition."""
+        by_name: dict[str, PartitionLine] = {}
+        for line in lines:
+            name = line.partition
+            by_name[name] = line + by_name[name] if name in by_name else line
+        return cls(
+            counts=sum((line.counts for line in by_name.values()), Counts()),
+            partitions=tuple(by_name[name] for name in sorted(by_name)[:PARTITIONS_MAX]),
+            samples=tuple(samples),
+            sent=sum((line.sent_fingerprint for line in by_name.values()), Fingerprint()),
+            delivered=sum((line.delivered_fingerprint for line in by_name.values()), Fingerprint()),
+            null_ids=null_ids,
+            partitions_left_off=max(0, len(by_name) - PARTITIONS_MAX),
+        )
 
 
 def report_of_ledger(request: AuditRequest, ledger: LedgerAccount, why: str) -> AuditReport:

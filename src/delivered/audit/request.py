@@ -171,6 +171,19 @@ def check_write_mode(mode: WriteMode, *, dedup: bool = False) -> None:
         raise Refused("AUDIT_ORDER.ARRIVAL", keys_text=mode.keys_text)
 
 
+def check_columns(request: AuditRequest, records: Sequence[str], stored: Sequence[str]) -> None:
+    """
+    Args:
+        records: columns of what was sent, as a reader of the sink sees it.
+        stored: those of the sink.
+
+    Raises:
+        DeliveredError: the sink lacks some.
+    """
+    if missing := [n for n in records if n not in stored]:
+        raise DeliveredError("AUDIT_COLUMNS", sink=request.named_sink, columns=list(stored), missing=missing)
+
+
 RANGES_MAX = 200
 """Maximum number of ranges that a source range is split into. With more batches, several share a range."""
 

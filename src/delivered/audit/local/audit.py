@@ -15,12 +15,13 @@ from importlib.metadata import version
 from typing import Any
 
 from delivered.audit.account import Progress, account, guarded
-from delivered.audit.local.comparison import ALL_OWN, SentRows, in_process, valid_for
+from delivered.audit.local.comparison import ALL_OWN, SentRows, in_process
 from delivered.audit.local.request import chosen_sink, request_of
 from delivered.audit.recheck import Rechecked, recheck
 from delivered.audit.report import AuditReport
 from delivered.audit.request import NeedsSpark, Sealing
 from delivered.audit.seal import Seal
+from delivered.engine.shard import validated
 from delivered.engine.transform import ArrowTransform
 from delivered.model.capability import APPEND
 from delivered.model.rows import OnBadRow
@@ -87,5 +88,5 @@ def _sent_rows(pipeline: Definition, sink: Endpoint) -> SentRows:
         ArrowTransform(transform.select, transform.function),
         isolates=transform.isolates and pipeline.on_bad_row is not OnBadRow.FAIL,
         route=sink.projection.route,
-        valid=valid_for(sink_as_started(pipeline, sink)) if rejecting else None,
+        valid=partial(validated, sink_as_started(pipeline, sink)) if rejecting else None,
     )

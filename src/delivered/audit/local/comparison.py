@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
 from delivered.audit.account import Comparison, Findings, Ranges
-from delivered.audit.local.reconcile import Places, Side, joined, reconcile
-from delivered.audit.local.rows import Budget, find_columns, read_slices
-from delivered.audit.request import AuditRequest, Positions, SourceSet
+from delivered.audit.local.reconcile import Side, joined, reconcile
+from delivered.audit.local.rows import Budget, empty_batch, find_columns, read_slices
+from delivered.audit.places import Places, locating_column, sink_partitions, source_partitions
+from delivered.audit.request import AuditRequest, Positions, SourceSet, check_columns
 from delivered.audit.sealing import open_sources
-from delivered.contract.sink import BoundedScan, Sink
+from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Slice
-from delivered.engine.shard import fingerprint_seed, validated
+from delivered.engine.shard import fingerprint_seed
 from delivered.engine.sinks import Columns as Route
 from delivered.engine.transform import ArrowTransform, isolated
-from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.limits import AUDIT_MEMORY_BYTES
 from delivered.model.rows import Rows
@@ -46,7 +45,7 @@ class SentRows:
 
     def __call__(self, batches: Iterator[pa.RecordBatch], source: pa.Schema) -> Iterator[pa.RecordBatch]:
         """Args: source: columns of `batches`."""
-        columns = self.transform(_empty(source)).schema if self.isolates else None
+        columns = self.transform(empty_batch(source)).schema if self.isolates else None
         for batch in batches:
             if columns is None:
                 yield self._sent(self.transform(batch))
@@ -56,17 +55,12 @@ class SentRows:
 
     def schema(self, source: pa.Schema) -> pa.Schema:
         """Columns of what is sent."""
-        return self._sent(self.transform(_empty(source))).schema
+        return self._sent(self.transform(empty_batch(source))).schema
 
     def _sent(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         if self.route is not None:
             batch = self.route(batch)
         return batch if self.valid is None else self.valid(Rows(batch)).good
-
-
-def valid_for(sink: Sink) -> Callable[[Rows], Rows]:
-    """The rows that a sink and its server can hold, of all."""
-    return partial(validated, sink)
 
 
 @contextmanager
@@ -76,8 +70,7 @@ def in_process(rows: SentRows, request: AuditRequest, scope: Scope, scan: Bounde
     Raises:
         NeedsSpark: what identifies or orders records is SQL.
     """
-    sources = open_sources(request)
-    with closing(sources):
+    with closing(open_sources(request)) as sources:
         yield LocalComparison(rows, request, scope, scan.planned(), sources)
 
 
@@ -87,20 +80,18 @@ class LocalComparison(Comparison):
     ) -> None:
         (self._source,) = request.sources.values()
         self._rows, self._request, self._scan, self.sources = rows, request, scan, sources
-        records = request.sink.records(_empty(rows.schema(self._source.schema()))).schema
+        records = request.sink.records(empty_batch(rows.schema(self._source.schema()))).schema
         stored = scan.schema().names
-        if missing := [n for n in records.names if n not in stored]:
-            raise DeliveredError("AUDIT_COLUMNS", sink=request.named_sink, columns=list(stored), missing=missing)
+        check_columns(request, records.names, stored)
         self._columns = find_columns(records, fingerprint_seed(scope), request.id, request.key)
-        self._added = [c for c in ("offset", "rowid") if c in stored and c not in records.names]
+        self._located_by = locating_column(stored, records.names)
         self._budget, self._origins, self._places = Budget(AUDIT_MEMORY_BYTES), Places(), Places()
 
     def read(self, slices: Sequence[Slice], expected: int, again: int = 0) -> tuple[int, int]:
         self._budget.check(expected)
         self._again, names = again, self._columns.records.names
-        first = self._places.add([s.partition if self._added == ["offset"] else "rows" for s in slices])
-        # Columns that the system adds give a record's position; without them, the read order does.
-        columns = self._columns.located(self._added[0]) if self._added else self._columns
+        first = self._places.add(sink_partitions(slices, self._located_by))
+        columns = replace(self._columns, position=self._located_by)
         self._stored = read_slices(
             self._scan.read, slices, lambda batch: batch.select(names), columns, first, self._budget
         )
@@ -141,7 +132,7 @@ class LocalComparison(Comparison):
         """Args: only: records that share an id with one of these; None: all."""
         source, request = self._source, self._request
         pieces = [piece for start, end in ranges for piece in self.sources.slices(start, end)]
-        first = self._origins.add([s.partition or f"slice {i}" for i, s in enumerate(pieces)])
+        first = self._origins.add(source_partitions(pieces))
         read = source.read_good if request.rejects else source.read
         columns = source.schema()
 
@@ -149,8 +140,3 @@ class LocalComparison(Comparison):
             return self._rows(read(piece.data[1]), columns)
 
         return read_slices(rows, pieces, request.sink.records, self._columns, first, self._budget, only)
-
-
-def _empty(schema: pa.Schema) -> pa.RecordBatch:
-    # Not `from_pylist`, which imports pandas: 0.3 s.
-    return pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema)

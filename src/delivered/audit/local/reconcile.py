@@ -4,7 +4,7 @@ for ranges that fit in memory. Tests hold both to the definition in `tests/suppo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,55 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from delivered.audit.evidence import Counts, Damage, PartitionLine, Sample
-from delivered.audit.judge import NOBODY, Result
+from delivered.audit.evidence import SHOWN_LENGTH, Counts, Damage, PartitionLine, Sample
+from delivered.audit.judge import Result
+from delivered.audit.places import ROW_BITS, Places
 from delivered.model.fingerprint import U64, Fingerprint
-
-PARTITIONS_MAX = 1_000
-"""Source partitions that are reported individually."""
-
-ROW_BITS = 33
-"""The bits of a position that count rows, as Spark's `monotonically_increasing_id` does; the slot is in those above."""
-
-SHOWN_LENGTH = 64
-"""Characters of a key in a report."""
 
 I64 = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 _NOWHERE = np.int64((1 << 63) - 1)
-
-
-class Places:
-    """The slots of positions: for each slice, the partition of the source or the sink that it was read from.
-
-    Rows of a slot are in order, and so are the slots of a partition.
-    """
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-
-    def add(self, names: Sequence[str]) -> int:
-        """Slots for slices of these partitions, behind those of earlier calls. Returns the first one."""
-        first = len(self._names)
-        self._names += names
-        return first
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def name(self, slot: int | None) -> str:
-        """The partition of a slot; None: of records that were never sent."""
-        return NOBODY if slot is None else self._names[slot] if slot < len(self._names) else "?"
-
-    def shown(self, at: int | None, position: int | None = None) -> str | None:
-        if at is None:
-            return None
-        return f"{self.name(at >> ROW_BITS)} @ {at & ((1 << ROW_BITS) - 1) if position is None else position}"
-
-    def partitions(self) -> list[int]:
-        """For each slot the index of its partition: of its first slot."""
-        first: dict[str, int] = {}
-        return [first.setdefault(name, i) for i, name in enumerate(self._names)]
 
 
 @dataclass(frozen=True)
@@ -108,7 +67,7 @@ class Side:
 
     def where(self, wanted: Flags) -> Side:
         """Some of the records."""
-        return _side_of(None if v is None else _filtered(v, wanted) for v in self._columns)
+        return Side(*(_filtered(v, wanted) for v in self._columns))
 
     def unordered(self) -> Side:
         """The records, with an order that is not judged."""
@@ -142,18 +101,18 @@ class Side:
 def joined(sides: Sequence[Side]) -> Side:
     """All records, one side after the other; sides of the same columns."""
     columns = zip(*(side._columns for side in sides), strict=True)
-    return _side_of(None if parts[0] is None else _concatenated(parts) for parts in columns)
-
-
-def _side_of(columns: Iterable[Any]) -> Side:
-    return Side(*columns)
+    return Side(*map(_concatenated, columns))
 
 
 def _concatenated(parts: Sequence[Any]) -> Any:
+    if parts[0] is None:
+        return None
     return pa.concat_arrays(parts) if isinstance(parts[0], pa.Array) else np.concatenate(parts)
 
 
 def _filtered(values: Any, wanted: Flags) -> Any:
+    if values is None:
+        return None
     return values.filter(pa.array(wanted)) if isinstance(values, pa.Array) else values[wanted]
 
 
@@ -190,16 +149,8 @@ def reconcile(
     with np.errstate(over="ignore"):
         classes = _classify(ids, origins, places)
         lines = _lines(ids, classes, origins)
-    counts = sum((line.counts for line in lines.values()), Counts())
-    return Result(
-        counts=counts,
-        partitions=tuple(lines[name] for name in sorted(lines)[:PARTITIONS_MAX]),
-        samples=tuple(_samples(ids, classes, sides, origins, places, samples_max)),
-        sent=sum((line.sent_fingerprint for line in lines.values()), Fingerprint()),
-        delivered=sum((line.delivered_fingerprint for line in lines.values()), Fingerprint()),
-        null_ids=sum(side.names.null_count for side in sides if side.names is not None),
-        partitions_left_off=max(0, len(lines) - PARTITIONS_MAX),
-    )
+    null_ids = sum(side.names.null_count for side in sides if side.names is not None)
+    return Result.of_lines(lines, _samples(ids, classes, sides, origins, places, samples_max), null_ids)
 
 
 def _none_of(side: Side) -> Side:
@@ -272,7 +223,7 @@ def _sorted(ids: U64, others: U64, low: U64) -> tuple[npt.NDArray[np.intp], Flag
     return rows, new_id, new_value
 
 
-def _changes(values: U64) -> Flags:
+def _changes(values: U64 | I64) -> Flags:
     """Whether each differs from the one before it."""
     changes = np.ones(len(values), bool)
     changes[1:] = values[1:] != values[:-1]
@@ -326,8 +277,7 @@ def _late(ids: _Ids, origins: Places, places: Places) -> I64:
     target = np.asarray(places.partitions(), np.int64)[place >> ROW_BITS]
     order = np.lexsort((origin, place, target, source, key))
     key, source, target, origin = key[order], source[order], target[order], origin[order]
-    starts = np.ones(len(order), bool)
-    starts[1:] = (key[1:] != key[:-1]) | (source[1:] != source[:-1]) | (target[1:] != target[:-1])
+    starts = _changes(key) | _changes(source) | _changes(target)
     # One running maximum over all groups: each group's ranks are above those of the groups before it.
     rank = np.empty(len(order), np.int64)
     rank[np.argsort(origin)] = np.arange(len(order))
@@ -337,8 +287,8 @@ def _late(ids: _Ids, origins: Places, places: Places) -> I64:
     return late
 
 
-def _lines(ids: _Ids, classes: dict[str, I64], origins: Places) -> dict[str, PartitionLine]:
-    """By source partition. Ids that were never sent are in a line of their own."""
+def _lines(ids: _Ids, classes: dict[str, I64], origins: Places) -> list[PartitionLine]:
+    """By slot of the source. Ids that were never sent are in a line of their own."""
     slots = np.where(ids.origin == _NOWHERE, len(origins), ids.origin >> ROW_BITS).astype(np.intp)
 
     def by_slot(values: npt.NDArray[Any]) -> list[int]:
@@ -355,7 +305,7 @@ def _lines(ids: _Ids, classes: dict[str, I64], origins: Places) -> dict[str, Par
         [by_value(copies), *(by_value(copies.astype(np.uint64) * lane) for lane in lanes)]
         for copies in ids.copies.values()
     ]
-    lines: dict[str, PartitionLine] = {}
+    lines = []
     for slot in np.unique(slots).tolist():
         counts = Counts(
             sent=sums["must"][slot],
@@ -364,8 +314,7 @@ def _lines(ids: _Ids, classes: dict[str, I64], origins: Places) -> dict[str, Par
             **{d.value: sums[d][slot] for d in Damage},
         )
         both = [Fingerprint(*(part[slot] for part in parts)) for parts in prints]
-        line = PartitionLine(origins.name(slot if slot < len(origins) else None), counts, *both)
-        lines[line.partition] = line + lines[line.partition] if line.partition in lines else line
+        lines.append(PartitionLine(origins.name(slot if slot < len(origins) else None), counts, *both))
     return lines
 
 
@@ -383,7 +332,7 @@ def _samples(
         number = int(np.searchsorted(ends, rows[0], side="right"))
         side, row = sides[number], int(rows[0]) - (int(ends[number - 1]) if number else 0)
         name = side.names[row].as_py() if side.names is not None else None
-        return f"{int(side.low[row]):016x}{int(side.other[row]):016x}" if name is None else decoded(name)
+        return f"{int(side.low[row]):016x}{int(side.other[row]):016x}" if name is None else _decoded(name)
 
     for damage in Damage:
         found = np.flatnonzero(classes[damage])
@@ -396,11 +345,8 @@ def _samples(
             position = None
             if is_there and side.position is not None:
                 position = int(side.position[own[np.argmin(side.at[own])]])
-            keys = (
-                [decoded(v)[:SHOWN_LENGTH] for v in side.shown.take(pa.array(own)).to_pylist() if v is not None]
-                if (side.shown is not None)
-                else []
-            )
+            shown = side.shown.take(pa.array(own)).to_pylist() if side.shown is not None else []
+            keys = [_decoded(v)[:SHOWN_LENGTH] for v in shown if v is not None]
             samples.append(
                 Sample(
                     damage,
@@ -415,5 +361,5 @@ def _samples(
     return samples
 
 
-def decoded(value: str | bytes) -> str:
+def _decoded(value: str | bytes) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -14,7 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.audit.local.reconcile import ROW_BITS, SHOWN_LENGTH, Side, joined
+from delivered.audit.evidence import SHOWN_LENGTH
+from delivered.audit.local.reconcile import Side, joined
+from delivered.audit.places import ROW_BITS
 from delivered.audit.request import NeedsSpark
 from delivered.contract.source import Slice
 from delivered.model.fingerprint import lanes, record_hashes
@@ -64,10 +66,6 @@ class Columns:
     id: str | None = None
     key: str | None = None
     position: str | None = None
-
-    def located(self, position: str) -> Columns:
-        """A copy, with the column that says where a record is."""
-        return replace(self, position=position)
 
 
 def find_columns(records: pa.Schema, seed: int, id_sql: str | None, key_sql: str | None) -> Columns:
@@ -124,9 +122,13 @@ def read_slices(
 
 
 def _empty(columns: Columns) -> Side:
-    records = pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in columns.records], schema=columns.records)
-    position = [pa.nulls(0, pa.int64())] if columns.position is not None else []
-    return _hashed(records, pa.RecordBatch.from_arrays(position, names=[columns.position] * len(position)), 0, columns)
+    position = [(columns.position, pa.int64())] if columns.position is not None else []
+    return _hashed(empty_batch(columns.records), empty_batch(pa.schema(position)), 0, columns)
+
+
+def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+    # Not `from_pylist`, which imports pandas: 0.3 s.
+    return pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema)
 
 
 def _hashed(records: pa.RecordBatch, read: pa.RecordBatch, at: int, columns: Columns) -> Side:

@@ -12,6 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.window import Window
 
 from delivered.audit.account import Comparison, Findings, Ranges
+from delivered.audit.places import locating_column, sink_partitions
 from delivered.audit.request import AuditRequest
 from delivered.audit.spark.keys import SharedKeys, shared_keys
 from delivered.audit.spark.reconcile import Slots, hashed, reconcile, slot_of, without_order
@@ -178,9 +179,8 @@ def stored_rows(
     if keys is not None and keys.by_columns:
         frame = keys.rows(slice_frame(spark, scan, slices))
     names = record_columns(request, sent, frame.schema.names).names
-    # Columns that the system adds give a record's position; without them, the read order does.
-    added = [c for c in ("offset", "rowid") if c in frame.schema.names and c not in names]
-    at = places.placed([s.partition if added == ["offset"] else "rows" for s in slices])
+    located_by = locating_column(frame.schema.names, names)
+    at = places.placed(sink_partitions(slices, located_by))
 
     def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch.select(names)
@@ -194,6 +194,6 @@ def stored_rows(
             request.id,
             request.key,
             own_sql=request.own,
-            position=added[0] if added else None,
+            position=located_by,
         )
     return rows if keys is None else keys.identified(rows, "id")

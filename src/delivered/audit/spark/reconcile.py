@@ -13,6 +13,7 @@ few damaged records are looked up afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,9 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.types import LongType, StructField, StructType
 from pyspark.sql.window import Window
 
-from delivered.audit.evidence import Counts, Damage, PartitionLine, Sample
+from delivered.audit.evidence import SHOWN_LENGTH, Counts, Damage, PartitionLine, Sample
 from delivered.audit.judge import Result
-from delivered.audit.local.reconcile import PARTITIONS_MAX, ROW_BITS, SHOWN_LENGTH, Places
+from delivered.audit.places import ROW_BITS, Places
 from delivered.audit.spark.slices import Mapper, SliceRows
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
 from delivered.model.ranges import fitted
@@ -171,22 +172,11 @@ def reconcile(
         if frame is not None:
             both = both.unionByName(_side(frame, side))
     classified = _classified(both, origins, places)
-    lines: dict[str, PartitionLine] = {}
-    null_ids = 0
-    for row in _per_slot(classified).collect():
-        line = _line(origins.name(row["slot"]), row.asDict())
-        lines[line.partition] = line + lines[line.partition] if line.partition in lines else line
-        null_ids += int(row["null_ids"] or 0)
-    counts = sum((line.counts for line in lines.values()), Counts())
-    return Result(
-        counts=counts,
-        partitions=tuple(lines[name] for name in sorted(lines)[:PARTITIONS_MAX]),
-        samples=_samples(_all_damaged(classified, counts, samples_max), sent, stored, origins, places),
-        sent=sum((line.sent_fingerprint for line in lines.values()), Fingerprint()),
-        delivered=sum((line.delivered_fingerprint for line in lines.values()), Fingerprint()),
-        null_ids=null_ids,
-        partitions_left_off=max(0, len(lines) - PARTITIONS_MAX),
-    )
+    rows = _per_slot(classified).collect()
+    null_ids = sum(int(row["null_ids"] or 0) for row in rows)
+    result = Result.of_lines((_line(origins.name(row["slot"]), row.asDict()) for row in rows), null_ids=null_ids)
+    damaged = _all_damaged(classified, result.counts, samples_max)
+    return replace(result, samples=_samples(damaged, sent, stored, origins, places))
 
 
 def _side(frame: DataFrame, side: str) -> DataFrame:

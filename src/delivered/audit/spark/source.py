@@ -31,12 +31,14 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.window import Window
 
 from delivered.audit.evidence import DedupCounts
+from delivered.audit.places import source_partitions
 from delivered.audit.request import (
     AuditRequest,
     BadExpression,
     BatchRange,
     Positions,
     SourceRange,
+    check_columns,
     id_sql,
     slices_of,
     split_by_batch,
@@ -49,7 +51,6 @@ from delivered.contract.source import Slice
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.capability import WriteMode
 from delivered.model.dedup import Dedup
-from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.ranges import backquoted
 from delivered.spark.internals import from_arrow
@@ -70,9 +71,7 @@ def record_columns(request: AuditRequest, sent: DataFrame, stored: Sequence[str]
         stored: columns of the sink.
     """
     records = canonical_schema(sent.schema, request.sink.records)
-    missing = [n for n in records.names if n not in stored]
-    if missing:
-        raise DeliveredError("AUDIT_COLUMNS", sink=request.named_sink, columns=list(stored), missing=missing)
+    check_columns(request, records.names, stored)
     return records
 
 
@@ -197,7 +196,7 @@ class SentRows:
         else:
             frame = self.rows(slices)
         ordered = not slices or isinstance(frame, SliceRows) or keeps_partitions(frame)
-        at = self.slots.placed(_partitions(slices)) if ordered else self.slots.unplaced("all")
+        at = self.slots.placed(source_partitions(slices)) if ordered else self.slots.unplaced("all")
         canonical, seed = request.sink.records, fingerprint_seed(scope)
         with expressions(request):
             hashes = hashed(frame, canonical, seed, at, request.id, request.key, own_sql=request.own)
@@ -219,7 +218,7 @@ class SentRows:
         else:
             slices = self.sources.slices(read.start, read.end) if read.end is not None else []
             frame = self.rows(slices)
-            names = _partitions(slices)
+            names = source_partitions(slices)
             numbers = [sorted(set(names)).index(n) for n in names]
             state = final_state(frame, mode, numbers if slices and keeps_partitions(frame) else None)
             unclear = state.unclear
@@ -240,7 +239,7 @@ class SentRows:
         mode = self._request.write_mode
         slices = self.sources.slices(read.start, read.end) if read.end is not None else []
         frame = self.rows(slices)
-        names = _partitions(slices)
+        names = source_partitions(slices)
         partition = F.monotonically_increasing_id()  # order unknown: each row its own
         if slices and keeps_partitions(frame):
             partition = by_partition([names.index(n) for n in names])
@@ -256,10 +255,6 @@ class SentRows:
         coming = self.rows(self.sources.slices(*read.undecided) if read.undecided is not None else [])
         ids = coming.select(F.expr(id_sql(mode)).alias("id")).distinct()
         return sent, ids.join(sent.select("id"), "id", "left_anti")
-
-
-def _partitions(slices: Sequence[Slice]) -> list[str]:
-    return [s.partition or f"slice {i}" for i, s in enumerate(slices)]
 
 
 @dataclass(frozen=True)
