@@ -297,11 +297,21 @@ def _slices(scan: BoundedScan, since: Offsets | None, start: Start, cut: Cut) ->
     if since is not None or start.base is None:
         slices = scan.slices(since) if cut.until is None else scan.slices(since, cut.until)
         return list(slices), 0
-    base = start.base
-    if base.sink_read is None or base.sink_read == base.sink_end:
-        return list(scan.slices(base.sink_end, cut.until)), 0
-    before = scan.slices(base.sink_end, base.sink_read)
-    return [*before, *scan.slices(base.sink_read, cut.until)], len(before)
+    return split_slices(scan, start.base.sink_end, start.base.sink_read, cut.until)
+
+
+def split_slices(
+    scan: BoundedScan, start: Offsets | None, read: Offsets | None, until: Offsets | None
+) -> tuple[list[Slice], int]:
+    """What lies between two positions of a sink; and how many of the slices, the first ones, were read before.
+
+    Args:
+        read: the position where an earlier audit that began at `start` stopped reading; None: there was none.
+    """
+    if read is None or read == start:
+        return list(scan.slices(start, until)), 0
+    before = scan.slices(start, read)
+    return [*before, *scan.slices(read, until)], len(before)
 
 
 def _skipped(

@@ -6,6 +6,7 @@ batches and positions meet only while nothing is decided: see `is_firm`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -133,14 +134,14 @@ def first_readable(
         ends: of the batches that the ledger keeps, oldest first.
     """
     bounds = [base, *((batch, end) for batch, end in ends if batch > base[0])]
-    low, high = 0, len(bounds) - 1
-    while low < high:
-        middle = (low + high) // 2 if low else 0  # mostly, everything is there
-        if is_readable(bounds[middle][1]):
-            high = middle
-        else:
-            low = middle + 1
-    return bounds[low]
+    return bounds[first_index(len(bounds) - 1, lambda at: is_readable(bounds[at][1]))]
+
+
+def first_index(count: int, holds: Callable[[int], bool]) -> int:
+    """The first of so many indices for which it holds, as for all behind it; `count`: for none."""
+    if not count or holds(0):  # mostly, everything is there
+        return 0
+    return bisect_left(range(count), True, lo=1, key=holds)
 
 
 @dataclass(frozen=True)

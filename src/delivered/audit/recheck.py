@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
-from delivered.audit.account import Comparing, Comparison, Progress, Ranges, reason
-from delivered.audit.continuation import is_behind
+from delivered.audit.account import Comparing, Comparison, Progress, Ranges, reason, split_slices
+from delivered.audit.continuation import first_index, is_behind
 from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.request import AuditRequest, BadExpression, NeedsSpark, Positions, SourceRange, id_sql, parsed
 from delivered.audit.seal import Seal, Sums
@@ -130,7 +130,7 @@ def recheck(
         if (why := _why_not(group.seals[0], request)) is not None:
             found.append(group.found(Again.NOT_COMPARED, why))
             continue
-        say(f"comparing batches {group.seals[0].first} to {group.seals[-1].last} once more")
+        say(f"comparing {batches_text(group.seals[0].first, group.seals[-1].last)} once more")
         found += _compare_all(request, comparing, group)
     return found
 
@@ -220,19 +220,14 @@ def _alone(group: _Group) -> list[_Group]:
 
 def _readable(group: _Group, comparison: Comparison) -> tuple[_Group | None, _Group | None]:
     """The seals whose source records have expired, and the others. A source drops the oldest first."""
-    low, high = 0, len(group.seals)
-    while low < high:
-        middle = (low + high) // 2 if low else 0  # mostly, everything is there
-        if comparison.sources.is_readable(parsed(group.seals[middle].start)):
-            high = middle
-        else:
-            low = middle + 1
-    if not low:
+    seals = group.seals
+    first = first_index(len(seals), lambda at: comparison.sources.is_readable(parsed(seals[at].start)))
+    if not first:
         return None, group
-    expired = replace(group, seals=group.seals[:low])
-    if low == len(group.seals):
+    expired = replace(group, seals=seals[:first])
+    if first == len(seals):
         return expired, None
-    return expired, _Group(group.seals[low - 1], 0, group.seals[low:], group.after)
+    return expired, _Group(seals[first - 1], 0, seals[first:], group.after)
 
 
 def _compare(request: AuditRequest, group: _Group, scan: BoundedScan, comparison: Comparison) -> Rechecked:
@@ -266,11 +261,8 @@ def _slices(scan: BoundedScan, group: _Group) -> tuple[list[Slice], int]:
     if last.sink_read is None:
         return [], 0
     # A seal that was read from the sink's start does not continue the one before it.
-    shared = before.sink_read if before is not None and first.sink_start == before.sink_end else None
-    if shared is None or shared == first.sink_start:
-        return list(scan.slices(first.sink_start, last.sink_read)), 0
-    old = scan.slices(first.sink_start, shared)
-    return [*old, *scan.slices(shared, last.sink_read)], len(old)
+    read = before.sink_read if before is not None and first.sink_start == before.sink_end else None
+    return split_slices(scan, first.sink_start, read, last.sink_read)
 
 
 def _after(request: AuditRequest, group: _Group, end: Positions) -> Positions:
