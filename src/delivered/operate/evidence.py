@@ -126,7 +126,7 @@ def _chosen(pipeline: Definition, sink: str | None) -> dict[str, Endpoint]:
     if sink is None:
         return named
     if sink not in named:
-        raise UsageError("AUDIT_SINK.UNNAMED", reason=f"no sink is named {sink!r}", endpoints=", ".join(named))
+        raise UsageError("EVIDENCE_SINK", sink=sink, known=", ".join(named))
     return {sink: named[sink]}
 
 
