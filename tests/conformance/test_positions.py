@@ -616,6 +616,72 @@ def test_what_does_not_keep_it_is_reported(postgres: Any, what: str) -> None:
     assert changes.continues == (what == "drop")
 
 
+def in_partitions(server: Any, pages: int) -> tuple[Rig, PostgresHands, Offsets, Any]:
+    """A table with two partitions, and its position: the rows of batches are in the first, next to so many pages."""
+    table = server.table(None)
+    first = "(left(encode(coalesce(key, ''), 'escape'), 1))"
+    server.execute(f"CREATE TABLE {table} (key bytea, value bytea) PARTITION BY LIST ({first})")
+    server.execute(f"CREATE TABLE {table}_0 PARTITION OF {table} DEFAULT")
+    server.execute(f"CREATE TABLE {table}_1 PARTITION OF {table} FOR VALUES IN ('x')")
+    for key in ("y", "x"):  # 7 rows in a page
+        row = f"convert_to('{key}' || n, 'utf8'), convert_to(repeat('x', 1000), 'utf8')"
+        server.execute(f"INSERT INTO {table} SELECT {row} FROM generate_series(1, {pages * 7}) n")
+    rig = Rig(server.sink(table))
+    rig.run(0)
+    at = position(rig)
+    return rig, PostgresHands(server, table), at, kept(rig, at)
+
+
+def test_a_large_table_is_sampled_over_all_of_its_partitions(postgres: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from delivered.connectors.postgres import position as positions
+
+    sizes = {"HASHED_BYTES_MAX": 0, "COUNTED_BYTES_MAX": 0, "SAMPLES": 6, "SAMPLE_PAGES": 1}
+    for name, value in sizes.items():
+        monkeypatch.setattr(positions, name, value)
+    rig, hands, at, facts = in_partitions(postgres, pages=20)
+    first, second = facts["relations"].values()
+    assert first["rows"] is second["rows"] is None
+    assert [r[0] for r in second["ranges"]][::2] == [0, 19]
+    assert len(first["ranges"]) + len(second["ranges"]) in (5, 6), "of both together"
+    assert rig.sink.scan().changes(at, facts).unchanged
+    rig.run(1)
+    assert rig.sink.scan().changes(at, facts).unchanged
+    hands.execute("DELETE FROM {t}_1 WHERE ctid = '(5,1)'")
+    wait_for(lambda: rig.sink.scan().changes(at, facts).unknown, 30, "its statistics show it")
+    assert "1 rows of" in rig.sink.scan().changes(at, facts).unknown[0]
+    hands.execute("DELETE FROM {t}_1 WHERE ctid = '(19,1)'")
+    assert "1 of 7 rows were deleted" in rig.sink.scan().changes(at, facts).altered[0]
+    hands.execute("VACUUM FULL {t}_0")
+    assert any("was rewritten" in what for what in rig.sink.scan().changes(at, facts).unknown)
+
+
+@pytest.mark.parametrize("counted", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_a_partition_attached_with_earlier_rows_is_reported(
+    postgres: Any, counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie before the position, where no later audit reads them."""
+    rig, hands, at, facts = in_partitions(postgres, pages=1)
+    hands.execute("CREATE TABLE {t}_2 PARTITION OF {t} FOR VALUES IN ('z')")
+    assert rig.sink.scan().changes(at, facts).unchanged
+    _, second = facts["relations"]
+    hands.execute("ALTER TABLE {t} DETACH PARTITION {t}_1")
+    detached = rig.sink.scan().changes(at, facts)
+    assert detached.altered == (f"{second} was dropped or detached, with 7 rows",)
+    assert detached.continues
+    later, later_facts = position(rig), kept(rig, position(rig))
+    hands.execute("ALTER TABLE {t} ATTACH PARTITION {t}_1 FOR VALUES IN ('x')")
+    if not counted:
+        from delivered.connectors.postgres import position as positions
+
+        monkeypatch.setattr(positions, "COUNTED_BYTES_MAX", 0)
+    changes = rig.sink.scan().changes(later, later_facts)
+    assert (changes.altered, changes.continues) == (
+        ((f"{second} was attached since, with 7 rows from before",), False) if counted else ((), True)
+    )
+    assert ["too large to be counted" in what for what in changes.unknown] == [True] * (not counted)
+    assert rig.sink.scan().changes(at, facts).unchanged, "it is back"
+
+
 @pytest.mark.matrix
 def test_positions_survive_a_crash_of_postgres(new_postgres: Any) -> None:
     server = new_postgres()

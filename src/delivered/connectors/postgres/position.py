@@ -11,14 +11,14 @@ adds those in progress.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delivered.connectors.postgres import target
 from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.contract.sink import Changes
 from delivered.contract.source import Offsets
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.table import RowSum, difference
+from delivered.kits.sql.table import RowSum, difference, spread
 
 if TYPE_CHECKING:
     import psycopg
@@ -30,7 +30,8 @@ APART_MAX = 2**31 - 2**20
 OPEN_MAX = 5_000_000
 """Transactions since the oldest one in progress, of which each is asked for; about 1 us each."""
 HASHED_BYTES_MAX = 128 << 20
-"""Size of a table of which all rows are hashed; of a larger one, `SAMPLES` ranges of pages (1 s)."""
+"""Size of a table of which all rows are hashed; of a larger one, `SAMPLES` ranges of pages (1 s), at least one of each
+partition."""
 COUNTED_BYTES_MAX = 512 << 20
 """Size of a table of which all rows are counted."""
 SAMPLES, SAMPLE_PAGES = 100, 16
@@ -47,11 +48,34 @@ _NOW = "pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
 _XID = f"({_NOW} - (({_NOW} - xmin::text::bigint) & 4294967295))::text::xid8"
 """The transaction that wrote a row, with all of its bits."""
 _RELATIONS = (
-    "SELECT n.nspname, c.relname, c.oid::bigint, pg_relation_size(c.oid), pg_relation_filenode(c.oid)::bigint, "
+    "SELECT n.nspname, c.relname, pg_relation_size(c.oid), "
+    "pg_relation_size(c.oid) / current_setting('block_size')::int, pg_relation_filenode(c.oid)::bigint, "
     "pg_stat_get_tuples_inserted(c.oid), pg_stat_get_tuples_updated(c.oid) + pg_stat_get_tuples_deleted(c.oid) "
     "FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %(oid)s AND relkind = 'r' "
     "OR c.oid IN (SELECT relid FROM pg_partition_tree(%(oid)s::oid) WHERE isleaf) ORDER BY c.oid"
 )
+
+
+class Relation(NamedTuple):
+    """A table, or a partition that holds rows.
+
+    Attributes:
+        name: quoted for SQL.
+        inserted, changed: rows so far, by the server's statistics.
+    """
+
+    name: str
+    bytes: int
+    pages: int
+    filenode: int
+    inserted: int
+    changed: int
+
+
+def relations(connection: psycopg.Connection[Any], oid: int) -> list[Relation]:
+    """Raises psycopg.Error."""
+    rows = connection.execute(_RELATIONS, {"oid": oid}).fetchall()
+    return [Relation(f"{quoted(schema)}.{quoted(name)}", *facts) for schema, name, *facts in rows]
 
 
 def take(connection: psycopg.Connection[Any], options: PostgresOptions) -> Offsets | None:
@@ -111,35 +135,31 @@ def kept(
         known: compute these facts again.
     """
     found = target.find(connection, options)
-    relations = [] if found is None else connection.execute(_RELATIONS, {"oid": found[0]}).fetchall()
-    size = sum(int(row[3]) for row in relations)
+    there = [] if found is None else relations(connection, found[0])
+    size, pages = sum(r.bytes for r in there), sum(r.pages for r in there)
     _, timeline = _one(connection, _CLUSTER)
     facts: dict[str, Any] = {"columns": list(columns), "timeline": timeline, "relations": {}}
-    block = int(_one(connection, "SELECT current_setting('block_size')")[0])
-    for schema, name, _, bytes_, filenode, inserted, changed in relations:
-        relation = f"{quoted(schema)}.{quoted(name)}"
-        one = None if known is None else known["relations"].get(relation)
-        if known is not None and one is None:
-            continue
-        hashed = size <= HASHED_BYTES_MAX if one is None else one["ranges"] is None
-        ranges = None if hashed else one["ranges"] if one is not None else _sampled(bytes_ // block)
-        facts["relations"][relation] = {
-            "filenode": filenode,
-            "inserted": inserted,
-            "changed": changed,
-            "rows": _sum(connection, relation, columns if hashed else None, position, None)
-            if (size <= COUNTED_BYTES_MAX if one is None else one["rows"] is not None)
-            else None,
+    for relation in there:
+        one = None if known is None else known["relations"].get(relation.name)
+        if one is not None:
+            counted, ranges = one["rows"] is not None, one["ranges"]
+        elif known is not None:  # attached or created since
+            counted, ranges = relation.bytes <= COUNTED_BYTES_MAX, []
+        else:
+            counted, ranges = size <= COUNTED_BYTES_MAX, None
+            if size > HASHED_BYTES_MAX:
+                ranges = spread(0, relation.pages, max(1, SAMPLES * relation.pages // pages), SAMPLE_PAGES)
+        hashed = columns if ranges is None else None
+        facts["relations"][relation.name] = {
+            "filenode": relation.filenode,
+            "inserted": relation.inserted,
+            "changed": relation.changed,
+            "rows": _sum(connection, relation.name, hashed, position) if counted else None,
             "ranges": None
             if ranges is None
-            else [[*r[:2], *_sum(connection, relation, columns, position, r)] for r in ranges],
+            else [[*r[:2], *_sum(connection, relation.name, columns, position, r)] for r in ranges],
         }
     return facts
-
-
-def _sampled(pages: int) -> list[list[int]]:
-    step = max(1, (pages - SAMPLE_PAGES) // (SAMPLES - 1))
-    return [[at, at + SAMPLE_PAGES] for at in range(0, max(1, pages - SAMPLE_PAGES + 1), step)][:SAMPLES]
 
 
 def _sum(
@@ -147,7 +167,7 @@ def _sum(
     relation: str,
     columns: Sequence[str] | None,
     position: Offsets,
-    pages: Sequence[Any] | None,
+    pages: Sequence[Any] | None = None,
 ) -> list[Any]:
     """The number of rows and the sum of their hashes; without columns, the number alone."""
     row = f"ROW({', '.join(map(quoted, columns))})::text" if columns is not None else ""
@@ -182,6 +202,14 @@ def compared(before_: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
             rewritten = "" if same_pages else " or rewritten, with new transactions"
             altered.append(f"{relation}: {change}{rewritten}")
             continues &= "added" not in change and same_pages
+    for relation, found in now["relations"].items():
+        if relation in before_["relations"]:
+            continue
+        if found["rows"] is None:
+            unknown.append(f"{relation} was attached since, and is too large to be counted")
+        elif found["rows"][0]:
+            altered.append(f"{relation} was attached since, with {found['rows'][0]} rows from before")
+            continues = False
     return Changes(altered=tuple(altered), unknown=tuple(unknown), continues=continues)
 
 

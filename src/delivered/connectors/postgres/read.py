@@ -60,7 +60,7 @@ class PostgresScan(TableScan):
         Raises:
             Refused: what was added since cannot be distinguished from earlier rows.
         """
-        first = (since or {}) if "snapshot" not in (since or {}) else {}
+        first = {} if since is None or "snapshot" in since else since
         since = self._valid(since)
         if until is not None and self._valid(until) is None:
             return []
@@ -138,15 +138,7 @@ class PostgresScan(TableScan):
 
         def question(connection: psycopg.Connection[Any]) -> dict[str, int]:
             found = target.find(connection, self.options)
-            if found is None:
-                return {}
-            rows = connection.execute(
-                "SELECT n.nspname, c.relname, pg_relation_size(c.oid) / current_setting('block_size')::int "
-                "FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %(oid)s AND relkind = 'r' "
-                "OR c.oid IN (SELECT relid FROM pg_partition_tree(%(oid)s::oid) WHERE isleaf) ORDER BY c.oid",
-                {"oid": found[0]},
-            ).fetchall()
-            return {f"{quoted(schema)}.{quoted(name)}": int(count) for schema, name, count in rows}
+            return {} if found is None else {r.name: r.pages for r in positions.relations(connection, found[0])}
 
         return self.database.ask(question)
 

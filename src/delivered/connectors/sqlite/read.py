@@ -14,7 +14,7 @@ from delivered.connectors.sqlite.client import SqliteDatabase, explained
 from delivered.contract.sink import Changes
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.table import CHANGES_ROWS, RowSum, TableScan, difference, never_written, steps
+from delivered.kits.sql.table import CHANGES_ROWS, RowSum, TableScan, difference, never_written, spread, steps
 from delivered.model.capability import WriteMode
 from delivered.model.errors import BadRecord, UsageError
 
@@ -171,7 +171,7 @@ def _facts(
     if before is None:
         first, last = connection.execute(f"SELECT min({rowid}), max({rowid}) {source} < ?", (stop,)).fetchone()
         first, last = (stop, stop - 1) if first is None else (first, last)
-        ranges = _sampled(first, stop)
+        ranges = spread(first, stop, SAMPLES, HASHED_MAX // SAMPLES)
     else:
         first, last = before["first"], before["last"][0]
         ranges = [(start, end) for start, end, *_ in before["ranges"]]
@@ -185,15 +185,6 @@ def _facts(
         "rows": count,
         "ranges": [row_sum(start, end) for start, end in ranges],
     }
-
-
-def _sampled(first: int, stop: int) -> list[tuple[int, int]]:
-    """Ranges of rowids to hash."""
-    if stop - first <= HASHED_MAX:
-        return [(first, stop)] if first < stop else []
-    length = HASHED_MAX // SAMPLES
-    starts = (first + (stop - first - length) * n // (SAMPLES - 1) for n in range(SAMPLES))
-    return [(start, start + length) for start in starts]
 
 
 def _compared(table: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:

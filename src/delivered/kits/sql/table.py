@@ -445,6 +445,14 @@ def steps(first: int, stop: int, at_least: int, total: int | None = None) -> lis
     return [(at, min(at + step, stop)) for at in range(first, stop, step)]
 
 
+def spread(first: int, stop: int, count: int, length: int) -> list[tuple[int, int]]:
+    """Ranges of one length, spread evenly over a longer one; all of it if they would cover it."""
+    if stop - first <= count * length:
+        return [(first, stop)] if first < stop else []
+    starts = (first + (stop - first - length) * n // max(1, count - 1) for n in range(count))
+    return [(start, start + length) for start in starts]
+
+
 _MARK = re.compile(r"delivered ([0-9a-f]{32})")
 
 
