@@ -96,6 +96,12 @@ def test_a_topic_that_was_made_anew_cannot_tell(kafka: Any) -> None:
     assert "deleted and recreated" in found.unknown and not found.missing
 
 
+def test_a_topic_that_is_not_read_any_more_cannot_tell(kafka: Any) -> None:
+    topic = kafka.topic(1)
+    found = retained(kafka, topic, {**at(kafka, topic, 0), "elsewhere": {"0": 1}})
+    assert found == Retained(unknown="elsewhere-0: no longer there, or no longer read")
+
+
 @pytest.mark.matrix
 def test_a_segment_that_expires_is_dropped_no_earlier_than_said(new_kafka: Any) -> None:
     """The broker drops a record after `until_ms`; from then on it is missing."""

@@ -170,11 +170,6 @@ def _transactions(wire: Wire, options: SinkOptions) -> list[Finding]:
     return []
 
 
-def topic_setting(wire: Wire, topic: str, key: str) -> str | None:
-    """A topic's setting; None: this user may not see it. Raises NoAnswer."""
-    return _config(wire, TOPIC_CONFIG, topic, key)
-
-
 def _config(wire: Wire, kind: int, name: str, key: str, node: int | None = None) -> str | None:
     """A topic or broker setting; None: this user may not see it, or the broker left the cluster."""
     found = describe_configs(wire, kind, name, [key], node)

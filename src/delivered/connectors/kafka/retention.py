@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from delivered.clients.kafka.listing import TOPIC_CONFIG, describe_configs, log_bytes
@@ -17,7 +18,35 @@ from delivered.connectors.kafka.options import EARLIEST, LATEST, Positions, Sour
 from delivered.connectors.kafka.reader import KafkaDriverClient, joined, written_at
 from delivered.contract.source import Retained
 
-_POLICY, _MS, _BYTES = "cleanup.policy", "retention.ms", "retention.bytes"
+_SETTINGS = ("cleanup.policy", "retention.ms", "retention.bytes")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """A topic's settings.
+
+    Attributes:
+        ms_max, bytes_max: from which age and size on records are deleted; None: from none on.
+        compacts: removes records with newer ones of their key, at any time.
+    """
+
+    ms_max: int | None
+    bytes_max: int | None
+    compacts: bool
+
+    @property
+    def expires(self) -> bool:
+        return self.ms_max is not None or self.bytes_max is not None
+
+
+def retention_of(client: KafkaDriverClient, topic: str) -> Retention | None:
+    """None: this user may not see the topic's settings. Raises Unreachable, UsageError."""
+    found = client.ask(partial(describe_configs, kind=TOPIC_CONFIG, name=topic, keys=_SETTINGS), topic)
+    policy, *limits = ((found or {}).get(key) for key in _SETTINGS)
+    if policy is None or None in limits:
+        return None
+    ms_max, bytes_max = (int(n) if "delete" in policy and int(n) >= 0 else None for n in limits if n is not None)
+    return Retention(ms_max, bytes_max, "compact" in policy)
 
 
 def retained(options: SourceOptions, client: KafkaDriverClient, at: Positions) -> Retained:
@@ -29,35 +58,28 @@ def retained(options: SourceOptions, client: KafkaDriverClient, at: Positions) -
     ends = {p: o or 0 for p, o in client.offsets(dict.fromkeys(kept, LATEST)).items()}
     waiting = {p: (max(o, first[p]), ends[p]) for p, o in kept.items() if ends[p] > max(o, first[p])}
     unknown = [f"{joined(again)}: the topic was deleted and recreated"] if again else []
+    if gone := [p for p in at.at if p not in partitions]:
+        unknown.append(f"{joined(gone)}: no longer there, or no longer read")
     until: dict[str, int] = {}
     written = written_at(options, waiting) if waiting else {}
     for topic in sorted({t for t, _ in written}):
         since = {p: ms for p, ms in written.items() if p[0] == topic}
-        settings = client.ask(
-            partial(describe_configs, kind=TOPIC_CONFIG, name=topic, keys=(_POLICY, _MS, _BYTES)), topic
-        )
-        if settings is None:
+        retention = retention_of(client, topic)
+        if retention is None:
             unknown.append(f"{topic}: this user may not see its settings (DescribeConfigs)")
             continue
-        policy = settings.get(_POLICY) or ""
-        if "compact" in policy:
+        if retention.compacts:
             unknown.append(f"{topic}: it is compacted, which removes records at any time")
-        if "delete" not in policy:
-            continue
-        limits = [_by_age(since, int(settings.get(_MS) or -1))]
-        if (bytes_max := int(settings.get(_BYTES) or -1)) >= 0:
+        limits = [] if retention.ms_max is None else [{p: ms + retention.ms_max for p, ms in since.items()}]
+        if retention.bytes_max is not None:
             sizes = client.ask(partial(log_bytes, partitions=list(since)), topic)
             if since.keys() - sizes.keys():
                 unknown.append(f"{topic}: this user may not see the size of its log (Describe on the cluster)")
-            limits.append(_by_size(since, sizes, bytes_max, first, waiting))
+            limits.append(_by_size(since, sizes, retention.bytes_max, first, waiting))
         for (name, number), ms in ((p, min(found)) for p in since if (found := [t[p] for t in limits if p in t])):
             until[f"{name}/{number}"] = ms
     missing = {f"{t}/{n}": first[t, n] - o for (t, n), o in kept.items() if first[t, n] > o}
     return Retained(missing, until, "; ".join(unknown))
-
-
-def _by_age(since: Mapping[Partition, int], age_ms_max: int) -> dict[Partition, int]:
-    return {p: ms + age_ms_max for p, ms in since.items()} if age_ms_max >= 0 else {}
 
 
 def _by_size(

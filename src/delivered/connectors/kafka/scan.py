@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from delivered.clients.kafka.record_batch import Partition
 from delivered.connectors.kafka.options import EARLIEST, Place, Positions
-from delivered.connectors.kafka.preflight import topic_setting
 from delivered.connectors.kafka.reader import KafkaDriverClient, joined
-from delivered.connectors.kafka.source import KafkaSource, LogHistory, are_different
+from delivered.connectors.kafka.retention import Retention, retention_of
+from delivered.connectors.kafka.source import KafkaSource, LogHistory, Parting, are_different
 from delivered.contract.sink import Changes
 from delivered.contract.source import Offsets, Slice
 from delivered.model.errors import UsageError
@@ -74,13 +73,20 @@ class KafkaScan(SourceScan):
             with self._topics() as now:
                 first = now.first if before is None else Positions.from_json(before["first"]).at
                 expired, deleted, missed, unknown = _removed(now, at, first)
-                altered = [*_replaced(now, at), *_parted(now, at, (before or {}).get("landmarks", {})), *deleted]
-                older = any(parting.offset is None for parting in _partings(now, at).values())
+                partings = _partings(now, at)
+                known = (before or {}).get("landmarks", {})
+                altered = [*_replaced(now, at), *_parted(now, at, partings, known), *deleted]
         except UsageError as error:
             if error.code != "DELIVERED_TOPIC_MISSING":
                 raise
             return Changes(altered=(f"{self.source.options.what} was deleted",))
-        return Changes(tuple(expired), tuple(altered), tuple(missed), tuple(unknown), continues=not older)
+        return Changes(
+            tuple(expired),
+            tuple(altered),
+            tuple(missed),
+            tuple(unknown),
+            continues=all(parting.offset is not None for parting in partings.values()),
+        )
 
     @contextmanager
     def _topics(self) -> Iterator[_Topics]:
@@ -114,7 +120,7 @@ def _start(since: Positions, now: _Topics, stop: Positions) -> Positions:
     return Positions({p: min(o, stop.at.get(p, o)) for p, o in start.items()}, now.end.ids)
 
 
-def _partings(now: _Topics, at: Positions) -> Mapping[Partition, Any]:
+def _partings(now: _Topics, at: Positions) -> Mapping[Partition, Parting]:
     same = set(now.same(at))
     return now.history.compare(at, {p: e for p, e in at.epochs.items() if p in same})
 
@@ -136,8 +142,9 @@ def _replaced(now: _Topics, at: Positions) -> Iterator[str]:
         yield f"{joined(short)} ends at offset {now.end.at[p]}, and had records up to offset {at.at[p] - 1}"
 
 
-def _parted(now: _Topics, at: Positions, known: Mapping[str, str]) -> Iterator[str]:
-    partings = _partings(now, at)
+def _parted(
+    now: _Topics, at: Positions, partings: Mapping[Partition, Parting], known: Mapping[str, str]
+) -> Iterator[str]:
     for p, parting in sorted(partings.items()):
         where = "it has no leader epoch as new" if parting.offset is None else f"from offset {parting.offset} on"
         yield f"{joined([p])} has other records before offset {at.at[p]} than it had: {where}"
@@ -154,26 +161,20 @@ def _removed(
     """What is missing from the start of logs: expired, deleted, missed and unknown."""
     expired, deleted, missed, unknown = [], [], [], []
     same, known = now.same(at), {t for t, _ in at.at}
+    settings: dict[str, Retention | None] = {}
     for p in sorted(now.end.at):
         low, until, was = now.first[p], at.at.get(p, 0), first.get(p, 0)
         if p in same and min(low, until) > was:
             what = f"{joined([p])}: offsets {was} to {min(low, until) - 1} were removed"
-            match _expires(now, p[0]):
-                case True:
-                    expired.append(f"{what} by retention")
-                case False:
-                    deleted.append(f"{what}, and the topic's settings let no record expire")
+            if p[0] not in settings:
+                settings[p[0]] = retention_of(now.client, p[0])
+            match settings[p[0]]:
                 case None:
                     unknown.append(f"{what}; this user may not see whether the topic's settings let records expire")
+                case retention if retention.expires:
+                    expired.append(f"{what} by retention")
+                case _:
+                    deleted.append(f"{what}, and the topic's settings let no record expire")
         if low > until and (p in same or (p[0] in known and p not in at.at)):
             missed.append(f"{joined([p])}: offsets {until} to {low - 1} were removed before an audit read them")
     return expired, deleted, missed, unknown
-
-
-def _expires(now: _Topics, topic: str) -> bool | None:
-    """Whether retention removes a topic's records; None: this user may not see its settings."""
-    ask = partial(topic_setting, now.client.wire(), topic)
-    policy, by_time, by_size = (ask(key) for key in ("cleanup.policy", "retention.ms", "retention.bytes"))
-    if policy is None or by_time is None or by_size is None:
-        return None
-    return "delete" in policy and (int(by_time) >= 0 or int(by_size) >= 0)
