@@ -25,8 +25,7 @@ from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
-from delivered.kits.sql.table import CHANGES_ROWS
-from delivered.model.capability import Guarantee
+from delivered.model.capability import CHANGES_ROWS, Guarantee
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.rows import Rows

@@ -63,6 +63,9 @@ class OnConflict(StrEnum):
     """As skip, and the row is kept as a dead letter in the same transaction."""
 
 
+CHANGES_ROWS = "its batches change rows that earlier ones wrote"
+
+
 @dataclass(frozen=True)
 class WriteMode:
     """How rows are written to a table.
@@ -104,6 +107,11 @@ class WriteMode:
         """Whether no batch changes or removes a row that is there."""
         replaces = self.complete or bool(self.replaces) or self.expected is not None
         return not replaces and (self.insert or not self.upserts)
+
+    @property
+    def no_position(self) -> str:
+        """See `SinkCapability.no_position`."""
+        return "" if self.only_adds else CHANGES_ROWS
 
     @property
     def keeps_all(self) -> bool:

@@ -35,7 +35,6 @@ from delivered.connectors.delta.target import TYPES, Part, part_folder, required
 from delivered.contract.sink import Writer
 from delivered.kits.sink import Parts
 from delivered.kits.sql.merge import check_rows
-from delivered.kits.sql.table import CHANGES_ROWS
 from delivered.kits.table import shard, target
 from delivered.kits.table import store as storage
 from delivered.kits.table.shard import PartFiles, shard_writer, split
@@ -81,7 +80,7 @@ class DeltaSink(FileTableSink):
             validates=True,
             write=self.options.write,
             adds_columns=self.options.merge_schema,
-            no_position="" if self.options.write.only_adds else CHANGES_ROWS,
+            no_position=self.options.write.no_position,
             local=self.options.local,
             assumes=(
                 "the table's folder is backed up and restored as one, with _delivered in it",

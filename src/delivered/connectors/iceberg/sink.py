@@ -10,7 +10,6 @@ from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.client import need
 from delivered.connectors.iceberg.target import TYPES, unstorable_parts
 from delivered.kits.sink import Parts
-from delivered.kits.sql.table import CHANGES_ROWS
 from delivered.kits.table.target import FileTableSink
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
@@ -55,7 +54,7 @@ class IcebergSink(FileTableSink):
             validates=True,
             write=self.options.write,
             adds_columns=self.options.merge_schema,
-            no_position="" if self.options.write.only_adds else CHANGES_ROWS,
+            no_position=self.options.write.no_position,
             local=self.options.local,
             assumes=(_BACKUP,) if self.options.local else (_BACKUP, _CATALOG),
             limits=(

@@ -14,8 +14,7 @@ from delivered.connectors.sqlite.client import SqliteDatabase, explained
 from delivered.contract.sink import Changes
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.table import CHANGES_ROWS, RowSum, TableScan, difference, never_written, spread, steps
-from delivered.model.capability import WriteMode
+from delivered.kits.sql.table import RowSum, TableScan, difference, never_written, spread, steps
 from delivered.model.errors import BadRecord, UsageError
 
 SLICE_ROWS = 250_000
@@ -27,11 +26,6 @@ HASHED_MAX = 100_000
 SAMPLES = 100
 ROWID_MAX = 2**63 - 1
 """Behind it, SQLite numbers new rows at random."""
-
-
-def no_position(write: WriteMode) -> str:
-    """See `SinkCapability.no_position`."""
-    return "" if write.only_adds else CHANGES_ROWS
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from delivered.connectors.sqlite.client import (
     rollback,
     writing,
 )
-from delivered.connectors.sqlite.read import no_position
 from delivered.connectors.sqlite.target import TYPES
 from delivered.contract.source import Finding
 from delivered.kits.sink import Parts
@@ -65,7 +64,7 @@ class SqliteSink(DatabaseSink):
             local=True,
             write=self.options.write,
             adds_columns=self.options.merge_schema,
-            no_position=no_position(self.options.write),
+            no_position=self.options.write.no_position,
             assumes=("the database file is backed up and restored with its ledger tables", *self._assumed),
             limits=(
                 "one machine: driver and tasks open the same file",

@@ -19,7 +19,7 @@ from delivered.contract.source import Finding
 from delivered.kits.sink import StoreSink
 from delivered.kits.sql.database import Server
 from delivered.kits.sql.merge import check_columns, checked, stored, without_key
-from delivered.kits.sql.table import CHANGES_ROWS, Mechanism, ServerOptions, TableOptions, Types, column_computed
+from delivered.kits.sql.table import Mechanism, ServerOptions, TableOptions, Types, column_computed
 from delivered.kits.sql.transactions import PreparedRows
 from delivered.model.capability import Commit, Guarantee, OnConflict, SinkCapability
 from delivered.model.errors import DeliveredError
@@ -148,7 +148,7 @@ class ServerSink(DatabaseSink):
             "validates": True,
             "write": self.options.write,
             "adds_columns": self.options.merge_schema,
-            "no_position": terms.no_position if self.options.write.only_adds else CHANGES_ROWS,
+            "no_position": self.options.write.no_position or terms.no_position,
         }
         if not two_phase:
             return SinkCapability(

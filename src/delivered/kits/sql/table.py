@@ -398,10 +398,6 @@ class TableScan(BoundedScan):
     def _never_written(self) -> UsageError: ...
 
 
-CHANGES_ROWS = "its batches change rows that earlier ones wrote"
-"""See `SinkCapability.no_position`."""
-
-
 @dataclass(frozen=True)
 class RowSum:
     """Rows of a table, whatever their order: how many, and the sum of their hashes, in hexadecimal."""
