@@ -21,7 +21,7 @@ from tests.kafka_tools import make_topic_anew
 from tests.support.requests import ASKED, TO_SQLITE
 from tests.support.sinks import SCHEMA, SINKS, Rig, offsets, rows
 
-from delivered.contract.sink import BoundedScan
+from delivered.contract.sink import BoundedScan, Changes
 from delivered.contract.source import Offsets
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
@@ -86,8 +86,8 @@ def test_a_position_among_staged_rows(name: str, request: pytest.FixtureRequest)
     assert between(rig, middle, end) == rig.expected(2)
     assert between(rig, end) == between(rig, at, at) == Fingerprint()
     assert between(rig) == rig.expected(0, 1, 2)
-    assert rig.sink.scan().changes(at, facts).unchanged
-    assert rig.sink.scan().changes(end, kept(rig, end)).unchanged
+    assert rig.sink.scan().changes(at, facts) == Changes()
+    assert rig.sink.scan().changes(end, kept(rig, end)) == Changes()
 
 
 @pytest.mark.parametrize("name", some([*EMBEDDED[2:], *POSTGRES[:1]], "sqlite", "files-parquet"))
@@ -341,7 +341,7 @@ def test_what_a_system_does_to_its_files_changes_nothing(name: str, request: pyt
     end = position(rig)
     hands.tidy()
     scan = rig.sink.scan()
-    assert scan.changes(at, facts).unchanged
+    assert scan.changes(at, facts) == Changes()
     assert between(rig, at) == rig.expected(1)
     assert between(rig, None, at) == rig.expected(0)
     rig.run(2)
@@ -367,7 +367,7 @@ def test_a_changed_row_before_a_position_is_reported(name: str, what: str, reque
         added = 1  # the client removes a row, and then appends another
     assert between(rig, at).count == 100 + added
     end = position(rig)
-    assert rig.sink.scan().changes(end, kept(rig, end)).unchanged
+    assert rig.sink.scan().changes(end, kept(rig, end)) == Changes()
 
 
 @pytest.mark.parametrize("name", some(HANDS, "sqlite", "delta", "files-parquet", "postgres-two-phase"))
@@ -408,7 +408,7 @@ def test_iceberg_snapshots_that_expired(request: pytest.FixtureRequest) -> None:
     rig, hands, at, facts = started("iceberg", request)
     assert isinstance(hands, IcebergHands)
     hands.expire()
-    assert rig.sink.scan().changes(at, facts).unchanged
+    assert rig.sink.scan().changes(at, facts) == Changes()
     assert between(rig, at) == rig.expected(1)
     rig.run(2)
     end = position(rig)
@@ -463,10 +463,10 @@ def test_delta_partitions_that_are_compacted_alone(tmp_path: Path) -> None:
     assert len(hands.table.file_uris()) == 2
     assert count(at) == 40, "of the files as they were"
     hands.table.vacuum(retention_hours=0, dry_run=False, enforce_retention_duration=False)
-    assert rig.sink.scan().changes(at, {}).unchanged
+    assert rig.sink.scan().changes(at, {}) == Changes()
     assert count(at) == 40 and count() == 60
     hands.table.delete("n = 8 and day = '1970-01-04'")
-    assert rig.sink.scan().changes(at, {}).unchanged, "of rows behind the position"
+    assert rig.sink.scan().changes(at, {}) == Changes(), "of rows behind the position"
     assert count(at) == 36
     hands.table.delete("n = 8")
     assert "2 rows deleted" in rig.sink.scan().changes(at, {}).altered[0]
@@ -488,7 +488,14 @@ def test_a_rowid_that_is_used_again(request: pytest.FixtureRequest) -> None:
     assert "some are others" in reused.altered[0] and not reused.continues
     # VACUUM numbers rows again if some are missing, so that later ones move before the position.
     hands.execute("DELETE FROM orders WHERE rowid < 11", "VACUUM")
-    assert rig.sink.scan().changes(position(rig), kept(rig, position(rig))).unchanged
+    assert rig.sink.scan().changes(position(rig), kept(rig, position(rig))) == Changes()
+
+
+def test_a_table_that_is_gone_was_not_recreated(request: pytest.FixtureRequest) -> None:
+    rig, hands, at, facts = started("sqlite", request)
+    assert isinstance(hands, SqliteHands)
+    hands.execute("DROP TABLE orders")
+    assert rig.sink.scan().changes(at, facts) == Changes(altered=("table orders was deleted",))
 
 
 def test_a_long_table_is_sampled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +507,7 @@ def test_a_long_table_is_sampled(request: pytest.FixtureRequest, monkeypatch: py
     assert isinstance(hands, SqliteHands)
     assert facts["rows"] is None and [r[:2] for r in facts["ranges"]] == [[1, 11], [31, 41], [61, 71], [91, 101]]
     hands.execute("DELETE FROM orders WHERE rowid = 20")
-    assert rig.sink.scan().changes(at, facts).unchanged, "not among the sampled rows"
+    assert rig.sink.scan().changes(at, facts) == Changes(), "not among the sampled rows"
     hands.execute("DELETE FROM orders WHERE rowid = 65")
     assert "1 of 40 rows were deleted" in rig.sink.scan().changes(at, facts).altered[0]
 
@@ -573,7 +580,7 @@ def test_rows_of_subtransactions_in_progress_lie_behind(
         connection.execute("COMMIT PREPARED 'sub'" if prepared else "COMMIT")
     assert between(rig, None, at).count == 201
     assert between(rig, at).count == count + 1
-    assert rig.sink.scan().changes(at, facts).unchanged
+    assert rig.sink.scan().changes(at, facts) == Changes()
 
 
 KEEP = {
@@ -599,7 +606,7 @@ def test_what_keeps_the_transaction_of_a_row(postgres: Any, what: str) -> None:
     rig, hands, at, facts = postgres_started(postgres)
     for statement in KEEP[what].split("; "):
         hands.execute(statement)
-    assert rig.sink.scan().changes(at, facts).unchanged
+    assert rig.sink.scan().changes(at, facts) == Changes()
     assert between(rig, None, at) == rig.expected(0)
     assert between(rig, at) == rig.expected(1)
 
@@ -642,9 +649,9 @@ def test_a_large_table_is_sampled_over_all_of_its_partitions(postgres: Any, monk
     assert first["rows"] is second["rows"] is None
     assert [r[0] for r in second["ranges"]][::2] == [0, 19]
     assert len(first["ranges"]) + len(second["ranges"]) in (5, 6), "of both together"
-    assert rig.sink.scan().changes(at, facts).unchanged
+    assert rig.sink.scan().changes(at, facts) == Changes()
     rig.run(1)
-    assert rig.sink.scan().changes(at, facts).unchanged
+    assert rig.sink.scan().changes(at, facts) == Changes()
     hands.execute("DELETE FROM {t}_1 WHERE ctid = '(5,1)'")
     wait_for(lambda: rig.sink.scan().changes(at, facts).unknown, 30, "its statistics show it")
     assert "1 rows of" in rig.sink.scan().changes(at, facts).unknown[0]
@@ -661,7 +668,7 @@ def test_a_partition_attached_with_earlier_rows_is_reported(
     """They lie before the position, where no later audit reads them."""
     rig, hands, at, facts = in_partitions(postgres, pages=1)
     hands.execute("CREATE TABLE {t}_2 PARTITION OF {t} FOR VALUES IN ('z')")
-    assert rig.sink.scan().changes(at, facts).unchanged
+    assert rig.sink.scan().changes(at, facts) == Changes()
     _, second = facts["relations"]
     hands.execute("ALTER TABLE {t} DETACH PARTITION {t}_1")
     detached = rig.sink.scan().changes(at, facts)
@@ -678,7 +685,7 @@ def test_a_partition_attached_with_earlier_rows_is_reported(
         ((f"{second} was attached since, with 7 rows from before",), False) if counted else ((), True)
     )
     assert ["too large to be counted" in what for what in changes.unknown] == [True] * (not counted)
-    assert rig.sink.scan().changes(at, facts).unchanged, "it is back"
+    assert rig.sink.scan().changes(at, facts) == Changes(), "it is back"
 
 
 @pytest.mark.matrix
@@ -692,7 +699,7 @@ def test_positions_survive_a_crash_of_postgres(new_postgres: Any) -> None:
     facts = kept(rig, at)
     server.broker.kill()
     server.broker.restart()
-    assert rig.sink.scan().changes(at, facts).unchanged
+    assert rig.sink.scan().changes(at, facts) == Changes()
     assert position(rig)["snapshot"].split(":")[2], "the prepared transactions"
     assert between(rig, None, at) == between(rig) == rig.expected(0)
     commit_batch(rig.context(), 1, offsets(1), messages)
@@ -705,7 +712,7 @@ def test_transaction_numbers_that_wrap(new_postgres: Any) -> None:
     server = new_postgres()
     rig, _, at, facts = postgres_started(server)
     jump(server, 1_000_000_000)
-    assert rig.sink.scan().changes(at, facts).unchanged
+    assert rig.sink.scan().changes(at, facts) == Changes()
     assert between(rig, at) == rig.expected(1)
     rig.run(2)
     middle = position(rig)
@@ -785,7 +792,7 @@ def test_kafka_tells_retention_from_deletion(kafka: Any, retention: int) -> None
     topic = Topic(kafka, kafka.topic(1, retention_ms=retention))
     at, facts = topic.start()
     topic.add(5)
-    assert topic.scan.changes(at, facts).unchanged
+    assert topic.scan.changes(at, facts) == Changes()
     topic.delete_before(4)
     changes = topic.scan.changes(at, facts)
     (sentence,) = changes.expired if retention > 0 else changes.altered
@@ -809,7 +816,7 @@ def test_partitions_added_to_a_topic_lie_behind_earlier_positions(kafka: Any) ->
     end = topic.scan.position()
     topic.add(4, partition=1)
     assert (topic.count(None, at), topic.count(at, end), topic.count(end)) == (10, 3, 4)
-    assert topic.scan.changes(at, facts).unchanged
+    assert topic.scan.changes(at, facts) == Changes()
 
 
 def test_all_records_of_a_recreated_topic_lie_behind_earlier_positions(kafka: Any) -> None:
@@ -918,7 +925,7 @@ def test_pulsar_positions_and_retention(pulsar: Any, tmp_path: Path) -> None:
     end = topic.scan.position()
     topic.add(40)
     assert [topic.count(None, at), topic.count(at, end), topic.count(end), topic.count()] == [30, 30, 40, 100]
-    assert topic.scan.changes(at, facts).unchanged
+    assert topic.scan.changes(at, facts) == Changes()
     topic.acknowledge(1)
     changes = topic.scan.changes(at, facts)
     assert "entries up to ledger" in changes.expired[0] and not changes.altered
@@ -939,7 +946,7 @@ def test_rocketmq_topics(rocketmq: Any, request: pytest.FixtureRequest) -> None:
     at = position(rig)
     facts = kept(rig, at)
     rig.run(1)
-    assert rig.sink.scan().changes(at, facts).unchanged
+    assert rig.sink.scan().changes(at, facts) == Changes()
     forged = {**facts, "last": dict.fromkeys(facts["last"], "another")}
     assert "another message at offset" in rig.sink.scan().changes(at, forged).altered[0]
     beyond = {broker: {q: end + 1_000 for q, end in queues.items()} for broker, queues in at.items()}

@@ -243,9 +243,10 @@ class Changes:
     unknown: tuple[str, ...] = ()
     continues: bool = True
 
-    @property
-    def unchanged(self) -> bool:
-        return not (self.expired or self.altered or self.missed or self.unknown)
+    @classmethod
+    def deleted(cls, what: str, *, recreated: bool = False) -> Self:
+        """Of the whole target: all rows of another one lie behind the position."""
+        return cls(altered=(f"{what} was deleted" + " and recreated" * recreated,))
 
 
 class BoundedScan(ABC):

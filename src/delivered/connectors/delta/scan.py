@@ -70,18 +70,12 @@ class DeltaScan(BoundedScan):
         table = open_table(self.options) if self.options.write.only_adds else None
         return None if table is None else {"version": table.version(), "table": str(table.metadata().id)}
 
-    def kept(self, position: Offsets) -> Mapping[str, Any]:
-        """Nothing: the log says what happened since."""
-        del position
-        return {}
-
     def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
+        """By the log alone, which says what happened since."""
         del before
         table = open_table(self.options)
-        if table is None:
-            return Changes(altered=(f"the table at {self.options.path} was deleted",))
-        if not _same(table, position):
-            return Changes(altered=(f"the table at {self.options.path} was deleted and recreated",))
+        if table is None or not _same(table, position):
+            return Changes.deleted(f"the table at {self.options.path}", recreated=table is not None)
         if table.version() < int(position["version"]):
             back = f"the table at {self.options.path} is at version {table.version()}, and was at {position['version']}"
             return Changes(altered=(back,), continues=False)

@@ -81,7 +81,7 @@ class FolderScan(BoundedScan):
     def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
         path = self.options.path
         if not self._same(position):
-            return Changes(altered=(f"folder {path} was deleted" + " and recreated" * bool(self._identity()),))
+            return Changes.deleted(f"folder {path}", recreated=bool(self._identity()))
         now = self.kept(position)
         if before is None or now == before:
             return Changes()

@@ -84,18 +84,12 @@ class IcebergScan(BoundedScan):
             "table": str(metadata.table_uuid),
         }
 
-    def kept(self, position: Offsets) -> Mapping[str, Any]:
-        """Nothing: the snapshots say what happened since, and once they have expired, the number of rows."""
-        del position
-        return {}
-
     def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
+        """By the snapshots alone, which say what happened since; once they have expired, by the number of rows."""
         del before
         table = open_table(self.options)
-        if table is None:
-            return Changes(altered=(f"table {self.options.table} was deleted",))
-        if not _same(table, position):
-            return Changes(altered=(f"table {self.options.table} was deleted and recreated",))
+        if table is None or not _same(table, position):
+            return Changes.deleted(f"table {self.options.table}", recreated=table is not None)
         with explained(self.options):
             return _added(table, position, _newest(table)).changes()
 

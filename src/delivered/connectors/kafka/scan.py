@@ -79,7 +79,7 @@ class KafkaScan(SourceScan):
         except UsageError as error:
             if error.code != "DELIVERED_TOPIC_MISSING":
                 raise
-            return Changes(altered=(f"{self.source.options.what} was deleted",))
+            return Changes.deleted(self.source.options.what)
         return Changes(
             tuple(expired),
             tuple(altered),

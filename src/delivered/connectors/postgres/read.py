@@ -109,7 +109,7 @@ class PostgresScan(TableScan):
             if why := positions.broken(connection, position):
                 return Changes(unknown=(why,), continues=False)
             if found is None or found[0] != position["table"]:
-                return Changes(altered=(f"table {table} was deleted" + " and recreated" * (found is not None),))
+                return Changes.deleted(f"table {table}", recreated=found is not None)
             if before is None:
                 return Changes(unknown=(f"nothing is known of what table {table} held before",))
             there = target.table_columns(connection, found[0])

@@ -46,36 +46,39 @@ class SqliteScan(TableScan):
 
     def slices(self, since: Offsets | None = None, until: Offsets | None = None) -> Sequence[Slice]:
         """Args: since: {"rowid": n}: the first one."""
-        first, stop = self._range()
+        first, stop, table = self.database.ask(self._content)
         if until is not None:
-            stop = int(until["rowid"]) if self._same(until) else first
-        if since is not None and self._same(since):
+            stop = int(until["rowid"]) if _same(table, until) else first
+        if since is not None and _same(table, since):
             first = int(since.get("rowid", first))
         return [Slice({"start": at, "end": until_}) for at, until_ in steps(first, stop, SLICE_ROWS)]
 
     def position(self) -> Offsets | None:
         """None: the table's rows are not numbered in the order in which they are added."""
-        if not self.options.write.only_adds or not self.database.ask(self._counts_up):
-            return None
-        _, stop = self._range()
-        return {"rowid": stop, "table": self.database.ask(self._identity)} if stop <= ROWID_MAX else None
+
+        def ask(connection: sqlite3.Connection) -> Offsets | None:
+            _, stop, table = self._content(connection)
+            return {"rowid": stop, "table": table} if self._counts_up(connection) and stop <= ROWID_MAX else None
+
+        return self.database.ask(ask) if self.options.write.only_adds else None
 
     def kept(self, position: Offsets) -> Mapping[str, Any]:
         """The number of rows, and hashes of some: all of a small table. VACUUM may renumber rows."""
         return self.database.ask(lambda connection: _facts(connection, self.options.table, position, None))
 
     def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
-        if before is None:
-            return Changes(unknown=(f"nothing is known of what table {self.options.table} held before",))
-        if not self._same(position):
-            return Changes(altered=(f"table {self.options.table} was deleted and recreated",))
-        table = self.options.table
-        missing = set(before["columns"]) - set(self.database.ask(lambda c: target.table_columns(c, table)))
-        if missing:
-            altered = f"table {table}: columns were removed: {', '.join(sorted(missing))}"
-            return Changes(altered=(altered,))
-        now = self.database.ask(lambda connection: _facts(connection, table, position, before))
-        return _compared(table, before, now)
+        def ask(connection: sqlite3.Connection) -> Changes:
+            table = self.options.table
+            there = target.table_columns(connection, table)
+            if not there or not _same(target.identity(connection, table), position):
+                return Changes.deleted(f"table {table}", recreated=bool(there))
+            if before is None:
+                return Changes(unknown=(f"nothing is known of what table {table} held before",))
+            if missing := set(before["columns"]) - set(there):
+                return Changes(altered=(f"table {table}: columns were removed: {', '.join(sorted(missing))}",))
+            return _compared(table, before, _facts(connection, table, position, before))
+
+        return self.database.ask(ask)
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         schema = self.schema()
@@ -95,26 +98,15 @@ class SqliteScan(TableScan):
         finally:
             connection.close()
 
-    def _range(self) -> tuple[int, int]:
-        """First rowid and the one after the last."""
-
-        def ask(connection: sqlite3.Connection) -> tuple[int, int]:
-            rowid = rowid_name(connection, self.options.table)
-            if rowid is None:
-                return 0, 1
-            row = connection.execute(
-                f"SELECT min({rowid}), max({rowid}) FROM {quoted(self.options.table)}"  # noqa: S608
-            ).fetchone()
-            return (0, 0) if row[0] is None else (row[0], row[1] + 1)  # in Python: SQLite would make a float of 2^63
-
-        return self.database.ask(ask)
-
-    def _same(self, position: Offsets) -> bool:
-        """Whether the table is the one that the position is of; True where a user wrote it."""
-        return position.get("table") == self.database.ask(self._identity) if "table" in position else True
-
-    def _identity(self, connection: sqlite3.Connection) -> str | None:
-        return target.identity(connection, self.options.table)
+    def _content(self, connection: sqlite3.Connection) -> tuple[int, int, str | None]:
+        """First rowid, the one after the last, and the table's identity."""
+        table = self.options.table
+        rowid, identity = rowid_name(connection, table), target.identity(connection, table)
+        if rowid is None:
+            return 0, 1, identity
+        row = connection.execute(f"SELECT min({rowid}), max({rowid}) FROM {quoted(table)}").fetchone()  # noqa: S608
+        # In Python: SQLite would make a float of 2^63.
+        return (0, 0, identity) if row[0] is None else (row[0], row[1] + 1, identity)
 
     def _counts_up(self, connection: sqlite3.Connection) -> bool:
         """Whether SQLite numbers new rows, and in the order in which they are added."""
@@ -122,6 +114,11 @@ class SqliteScan(TableScan):
         if schema is None or rowid_name(connection, table) is None:
             return False
         return not target.filled(connection, table, schema.names)
+
+
+def _same(identity: str | None, position: Offsets) -> bool:
+    """Whether a table is the one that the position is of; True where a user wrote it."""
+    return bool(position.get("table", identity) == identity)
 
 
 def _array(values: list[Any], field: pa.Field) -> pa.Array:
