@@ -14,7 +14,7 @@ from tests.support.servers import Kafka
 from delivered.clients.kafka.listing import open_in, partitions_of
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction, TransactionState, describe, describe_all, listed
-from delivered.connectors.kafka import CONNECTOR, store
+from delivered.connectors.kafka import CONNECTOR, writes
 from delivered.connectors.kafka.committer import marker_partition
 from delivered.connectors.kafka.topics import STATE_PARTITION, ledger_topic
 from delivered.connectors.kafka.writes import Again, LedgerProducer
@@ -241,11 +241,27 @@ def test_p28_a_decision_that_was_acknowledged_does_not_vanish(rig: Rig, losing: 
 def test_p28_a_running_query_reads_on_behind_its_own_decision(
     rig: Rig, losing: Lose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "HIDDEN_S", 0.0)
+    monkeypatch.setattr(writes, "HIDDEN_S", 0.0)
     context = rig.context()
     decided_without_marker(rig, losing, context)
     rig.run(context, 2)
     assert rig.visible() == rig.expected(range(3))
+
+
+@pytest.mark.usefixtures("losing")
+@pytest.mark.parametrize("read", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_p28_a_seal_that_was_acknowledged_does_not_vanish(
+    rig: Rig, read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.context()
+    real = LedgerProducer.add
+    with monkeypatch.context() as patch:  # its coordinator hears of another partition
+        patch.setattr(LedgerProducer, "add", lambda self, _, deadline: real(self, {STATE_PARTITION: ()}, deadline))
+        assert rig.ledger().add_seal("sink", 0, "first") == Ok(None)
+    if read:
+        assert rig.ledger().last_seal("sink") == "first"
+    assert rig.ledger().add_seal("sink", 1, "second") == Ok(None)
+    assert list(rig.ledger().seals("sink")) == ["first", "second"]
 
 
 def test_p28_a_decision_that_was_aborted_does_not_return_with_the_next_one(

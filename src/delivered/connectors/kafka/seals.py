@@ -20,11 +20,9 @@ from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.clients.kafka.transactions import Transaction
 from delivered.connectors.kafka.topics import (
-    HIDDEN_S,
     HISTORY_PARTITION,
     NOBODY,
     CommittedReader,
-    Hidden,
     Keys,
     Record,
     barrier,
@@ -37,13 +35,13 @@ from delivered.connectors.kafka.writes import (
     Again,
     LedgerProducer,
     holders,
-    settle_ids,
+    read_settled,
     take_id,
 )
 from delivered.ledger import not_next
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
-from delivered.model.limits import OUTAGE_PATIENCE_S, RECOVERY_WAIT_S
+from delivered.model.limits import OUTAGE_PATIENCE_S
 from delivered.model.work import Failed, Ok, Outcome, Unknown
 
 
@@ -140,7 +138,6 @@ class Seals:
             """Whether an open transaction's record may become a seal."""
             return (not current or record.producer in current) and record.key.startswith(self._start)
 
-        deadline = time.monotonic() + RECOVERY_WAIT_S
         reader = CommittedReader(self._wire, self._topic, HISTORY_PARTITION)
         reader.position = start
         reader.reach(reach)
@@ -151,11 +148,7 @@ class Seals:
                 if r.producer != NOBODY and (not r.key or r.key.startswith(self._start)):
                     found.append(r)
 
-        try:
-            read(min(deadline, time.monotonic() + HIDDEN_S))
-        except Hidden:  # its end may have been lost
-            settle_ids(self._wire, [self._id], self._topic, deadline, known=True)
-            read(deadline)
+        read_settled(self._wire, [self._id], self._topic, read)
         return found
 
     def _counted(self, records: Iterable[Record], current: Collection[int] | None) -> Chain:

@@ -21,13 +21,11 @@ from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.connectors.kafka.options import LEDGER_TOPICS, SinkOptions
 from delivered.connectors.kafka.topics import (
-    HIDDEN_S,
     HISTORY_PARTITION,
     MOVED,
     NOBODY,
     STATE_PARTITION,
     CommittedReader,
-    Hidden,
     Key,
     Keys,
     Record,
@@ -43,7 +41,7 @@ from delivered.connectors.kafka.writes import (
     Again,
     LedgerProducer,
     holders,
-    settle_ids,
+    read_settled,
     take_id,
 )
 from delivered.ledger import Change, Head, outdated, state_of
@@ -181,19 +179,13 @@ class LedgerReader:
     def _newest(self, wait: bool) -> list[Record]:
         """Newest values by key and producer. A transaction whose end the brokers lost would hide them for ever."""
         found: dict[tuple[bytes, int], Record] = {}
-        deadline = time.monotonic() + RECOVERY_WAIT_S
 
-        def add(records: Iterable[Record]) -> None:
-            for r in records:
+        def read(until: float) -> None:
+            for r in self._reader.read(until, wait, self._may_be_ours):
                 found.pop((r.key, r.producer), None)
                 found[r.key, r.producer] = r
 
-        try:
-            soon = min(deadline, time.monotonic() + HIDDEN_S)
-            add(self._reader.read(soon, wait, self._may_be_ours))
-        except Hidden:
-            settle_ids(self._wire, list(self._ids), self._topic, deadline, known=True)
-            add(self._reader.read(deadline, wait, self._may_be_ours))
+        read_settled(self._wire, list(self._ids), self._topic, read)
         return list(found.values())
 
     def _may_be_ours(self, record: Record) -> bool:

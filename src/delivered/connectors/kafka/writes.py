@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +14,8 @@ from delivered.clients.kafka.protocol import FATAL, Wire, is_leader, name_of, re
 from delivered.clients.kafka.sender import VERDICTS, Verdict
 from delivered.clients.kafka.transactions import Transaction, describe, end, end_request, initialise
 from delivered.connectors.kafka.committer import end_hanging, find_hanging, refused
-from delivered.connectors.kafka.topics import HISTORY_PARTITION, STATE_PARTITION
-from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.connectors.kafka.topics import HIDDEN_S, HISTORY_PARTITION, STATE_PARTITION, Hidden
+from delivered.model.limits import RECOVERY_WAIT_S, REQUEST_TIMEOUT_S
 from delivered.model.work import Failed, Ok, Outcome, Unknown
 
 LEDGER_TRANSACTION_TIMEOUT_S = 15
@@ -82,6 +82,23 @@ def settle_ids(wire: Wire, names: Sequence[str], topic: str, deadline: float, *,
                 # The next transaction of this producer id would end it, too. If that aborts, a decision vanishes.
                 raise refused(found, commit, reason, by_hand=False)
     return count
+
+
+def read_settled(wire: Wire, ids: Sequence[str], topic: str, read: Callable[[float], None]) -> None:
+    """Read what the ledger's partitions hold. An open transaction that hides their end may be one whose end was lost.
+
+    Args:
+        read: until a deadline; may be called again.
+
+    Raises:
+        Hidden: as `read`. Otherwise as `settle_ids`.
+    """
+    deadline = time.monotonic() + RECOVERY_WAIT_S
+    try:
+        read(min(deadline, time.monotonic() + HIDDEN_S))
+    except Hidden:
+        settle_ids(wire, ids, topic, deadline, known=True)
+        read(deadline)
 
 
 def holders(wire: Wire, ids: Collection[str]) -> frozenset[int] | None:
