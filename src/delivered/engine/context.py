@@ -109,6 +109,7 @@ class SharedStore:
         self._deciding = deciding
         self._others = others
         self._ledgers = [Ledger(sink.store(theirs), theirs) for sink, theirs in others]
+        self._all: Sequence[Store | Ledger] = (deciding, *self._ledgers)
         self._decides = not others
         """The deciding ledger has this incarnation's newest decision, and no ledger one of another incarnation that
         followed it; since a claim, no other one can."""
@@ -161,7 +162,7 @@ class SharedStore:
         return [o for o in self._deciding.others() if not (o.pipeline == self._scope.pipeline and o.sink in own)]
 
     def last_seal(self, sink: str) -> str | None:
-        return self._sealed(sink).last_seal(sink)
+        return next((text for of in self._all if (text := of.last_seal(sink)) is not None), None)
 
     def seals(self, sink: str, first: int = 0) -> Iterable[str]:
         return self._sealed(sink).seals(sink, first)
@@ -172,9 +173,7 @@ class SharedStore:
 
     def _sealed(self, sink: str) -> Store | Ledger:
         """The ledger that holds this sink's seals."""
-        if self._deciding.last_seal(sink) is None:
-            return next((ledger for ledger in self._ledgers if ledger.last_seal(sink) is not None), self._deciding)
-        return self._deciding
+        return next((of for of in self._all if of.last_seal(sink) is not None), self._deciding)
 
     def close(self) -> None:
         self._deciding.close()
