@@ -287,10 +287,6 @@ class PostgresHands:
         return 1
 
 
-def _postgres_hands(rig: Rig, server: Any) -> PostgresHands:
-    return PostgresHands(server, rig.sink.options.table_text)
-
-
 @dataclass
 class FilesHands:
     folder: Path

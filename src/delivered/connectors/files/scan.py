@@ -107,10 +107,13 @@ class FolderScan(BoundedScan):
         """Every file that a reader sees, by name, whoever wrote it."""
         root = self.options.folder
         files = {}
-        for path in sorted(root.rglob(f"*.{self.options.format}")):
-            name = path.relative_to(root)
-            if not any(part.startswith(("_", ".")) for part in name.parts):
-                files[str(name)] = path.stat()
+        try:
+            for path in sorted(root.rglob(f"*.{self.options.format}")):
+                name = path.relative_to(root)
+                if not any(part.startswith(("_", ".")) for part in name.parts):
+                    files[str(name)] = path.stat()
+        except OSError as error:
+            raise failed(self.options, error) from error
         return files
 
 
