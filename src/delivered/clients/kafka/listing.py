@@ -419,6 +419,8 @@ def headers(records: Buffer) -> Iterator[BatchHeader]:
 
 _PARTITIONS_PER_REQUEST = 500
 _DESCRIBE_PRODUCERS = 61
+_CONTROL = 1 << 5
+"""Flag of a batch that holds a transaction's marker: its producer's, with a sequence that is none."""
 _SEARCHED_BYTES = 1 << 20
 """Of a log, in one request."""
 _COMMITTED, _UNCOMMITTED = 1, 0
@@ -572,7 +574,7 @@ def _is_in_log(wire: Wire, partition: Partition, sent: BatchHeader, offset: int,
         found = list(headers(response.records))
         for header in found:
             offset = header.last + 1
-            if header.producer[:2] != sent.producer[:2]:
+            if header.producer[:2] != sent.producer[:2] or header.flags & _CONTROL:
                 continue
             if _distance(header.producer[2], sent.producer[2]) >= 0 and _distance(_last(sent), _last(header)) >= 0:
                 return True
