@@ -487,7 +487,7 @@ def test_a_rowid_that_is_used_again(request: pytest.FixtureRequest) -> None:
     assert rig.sink.scan().changes(position(rig), kept(rig, position(rig))) == Changes()
 
 
-def test_a_table_that_is_gone_was_not_recreated(request: pytest.FixtureRequest) -> None:
+def test_a_dropped_table_was_not_recreated(request: pytest.FixtureRequest) -> None:
     rig, hands, at, facts = started("sqlite", request)
     assert isinstance(hands, SqliteHands)
     hands.execute("DROP TABLE orders")

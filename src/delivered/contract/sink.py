@@ -245,7 +245,7 @@ class Changes:
 
     @classmethod
     def deleted(cls, what: str, *, recreated: bool = False) -> Self:
-        """Of the whole target: all rows of another one lie behind the position."""
+        """Of the complete target: all rows of another one lie behind the position."""
         return cls(altered=(f"{what} was deleted" + " and recreated" * recreated,))
 
 
