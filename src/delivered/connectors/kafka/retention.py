@@ -58,8 +58,8 @@ def retained(options: SourceOptions, client: KafkaDriverClient, at: Positions) -
     ends = {p: o or 0 for p, o in client.offsets(dict.fromkeys(kept, LATEST)).items()}
     waiting = {p: (max(o, first[p]), ends[p]) for p, o in kept.items() if ends[p] > max(o, first[p])}
     unknown = [f"{joined(again)}: the topic was deleted and recreated"] if again else []
-    if missing := [p for p in at.at if p not in partitions]:
-        unknown.append(f"{joined(missing)}: no longer there, or no longer read")
+    if absent := [p for p in at.at if p not in partitions]:
+        unknown.append(f"{joined(absent)}: no longer there, or no longer read")
     until: dict[str, int] = {}
     written = written_at(options, waiting) if waiting else {}
     for topic in sorted({t for t, _ in written}):
