@@ -21,7 +21,7 @@ VERSIONS = ("4.0.5", "4.1.4", "4.2.1", "4.3.0")
 STORE = Path("docs/spark-versions.json")
 
 SLICE: dict[str, tuple[str, ...]] = {
-    "Spark API": ("test_idiom_errors.py", "test_kafka_to_kafka.py", "test_sql_tables.py"),
+    "Spark API": ("test_idiom_errors.py", "test_kafka_to_kafka.py", "test_sql_tables.py", "test_versions.py"),
     "Pipeline": ("test_pipeline_api.py", "test_several_sinks.py", "test_failing_transform.py"),
     "killed at every step": (
         "test_orphans.py",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.spark.log_to_sqlite import WAIT_S, produce, rows
 
 from delivered.model.errors import InvariantBroken
 from delivered.spark import compat, parsed
@@ -81,3 +82,20 @@ def test_a_position_that_nothing_names_stops_a_query_with_batches(tmp_path: Path
     (tmp_path / "offsets" / "0").write_text("v1\n{}\n{}")
     with pytest.raises(InvariantBroken, match="DELIVERED_START_UNKNOWN"):
         Asked(str(tmp_path)).latestOffset()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("end", ["source", "sink"])
+def test_available_now_reads_batch_after_batch_what_a_limit_divides(spark: Any, tmp_path: Path, end: str) -> None:
+    """Whichever end of the query names the checkpoint; and again after a restart."""
+    checkpoint = {"checkpointLocation": str(tmp_path / "checkpoint")}
+    for start, count in ((0, 100), (100, 50)):
+        produce(tmp_path / "in", start, count)
+        source = spark.readStream.format("delivered_log").option("path", str(tmp_path / "in"))
+        source = source.option("maxOffsetsPerTrigger", "30").options(**checkpoint if end == "source" else {})
+        sink = source.load().select("key", "value").writeStream.format("delivered_sqlite").options(**checkpoint)
+        sink = sink.option("path", str(tmp_path / "out.db")).option("table", "orders").queryName(f"orders-{end}")
+        query = sink.option("guarantee", "exactly_once").trigger(availableNow=True).start()
+        assert query.awaitTermination(WAIT_S) and query.exception() is None
+        assert rows(tmp_path) == start + count
+    assert {path.name for path in (tmp_path / "checkpoint" / "commits").glob("[0-9]*")} == {*"012345"}

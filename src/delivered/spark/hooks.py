@@ -28,6 +28,7 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from delivered.model.errors import Refused
@@ -294,11 +295,16 @@ def _read_to_its_end(writer: Any, write: StreamWrite) -> bool:
         return False
     sources = internals.stream_sources(writer)
     for name, options in sources:
-        if name.startswith(PREFIX) and (rows := Endpoint(name, options).source().rows_per_batch_max) is not None:
+        if not name.startswith(PREFIX):
+            continue
+        reading, own = Reading.parse(options)
+        if (rows := Endpoint(name, own).source().rows_per_batch_max) is not None:
             if len(sources) > 1:
                 raise Refused("AVAILABLE_NOW_LIMIT", version=session_of(writer).version, source=name, rows=rows)
-            reading = Reading(_option(options, CHECKPOINT) or _option(write.options, CHECKPOINT), ends=True)
-            internals.set_source_option(writer, OPTION, Envelope(reading).encode())
+            checkpoint = reading.checkpoint or _option(write.options, CHECKPOINT)
+            internals.set_source_option(
+                writer, OPTION, Envelope(replace(reading, checkpoint=checkpoint, ends=True)).encode()
+            )
             return True
     return False
 
