@@ -140,10 +140,10 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
         # A local driver need not be reachable from the network.
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         settings = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1", **settings}
-        python, sockets = os.environ["PYSPARK_PYTHON"], local_sockets()
-        if sockets and python == worker_python() != sys.executable:
-            start_server(sockets[Setting.LOCAL_SOCKET_FOLDER], TASK_MODULE, _PREFORKED)
-        settings = {**sockets, **forked_workers(python), **with_archive(settings)}
+        python, folder = os.environ["PYSPARK_PYTHON"], socket_folder()
+        if folder is not None and python == worker_python() != sys.executable:
+            start_server(folder, TASK_MODULE, _PREFORKED)
+        settings = {**local_sockets(folder), **forked_workers(python), **with_archive(settings)}
     if as_json():
         settings = {f"spark.executorEnv.{LOG_FORMAT}": "json", **settings}
     for key, value in settings.items():
@@ -173,13 +173,20 @@ def with_archive(conf: Mapping[str, str]) -> dict[str, str]:
 
 
 @cache
-def local_sockets() -> dict[str, str]:
-    """Local sockets between JVM and workers on this machine: over TCP every Python task waits about 40 ms for a delayed
-    acknowledgement. They go to a folder of this process, because Spark does not delete them."""
-    if not LOCAL_SOCKETS or os.name != "posix" or len(tempfile.gettempdir()) > _TEMPORARY_LENGTH_MAX:
-        return {}
+def socket_folder() -> str | None:
+    """A folder of this process for sockets, which Spark does not delete; None: this machine has no place for one."""
+    if os.name != "posix" or len(tempfile.gettempdir()) > _TEMPORARY_LENGTH_MAX:
+        return None
     folder = tempfile.mkdtemp(prefix="delivered-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def local_sockets(folder: str | None) -> dict[str, str]:
+    """Local sockets between JVM and workers on this machine: over TCP every Python task waits about 40 ms for a delayed
+    acknowledgement."""
+    if folder is None or not LOCAL_SOCKETS:
+        return {}
     return {Setting.LOCAL_SOCKETS: "true", Setting.LOCAL_SOCKET_FOLDER: folder}
 
 
