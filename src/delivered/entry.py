@@ -323,7 +323,7 @@ class Pipeline(Definition):
                         report = self._audited(lambda: low, sink, progress=unless_stopping, how=sealing())
                     except Exception as error:
                         if not audits.stopping:
-                            record_failure(self, sink, error)
+                            record_failure(self, [sink], error)
                         continue
                     if audits.stopping:
                         return

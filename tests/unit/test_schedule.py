@@ -15,7 +15,7 @@ import delivered
 from delivered.checkpoint import history
 from delivered.model.errors import UsageError
 from delivered.model.schedule import Cadence, Load, Schedule
-from delivered.operate.continuous import Audited, ContinuousAudit, Follower
+from delivered.operate.continuous import Audited, AuditProcess, ContinuousAudit, Follower
 from delivered.pipeline.definition import Definition
 
 IDLE = Load(idle=True, behind=False)
@@ -186,7 +186,9 @@ def follower(folder: Path, every: Cadence | None = None) -> tuple[Follower, Cloc
 
 
 def write(folder: Path, name: str, more: str = "") -> None:
-    (folder / f"{name}.yaml").write_text(YAML.format(name=name, folder=folder) + more)
+    text = YAML.format(name=name, folder=folder)
+    kept = [line for line in text.splitlines() if line.split(":")[0] != more.split(":")[0]]
+    (folder / f"{name}.yaml").write_text("\n".join([*kept, more]))
 
 
 def test_each_file_is_audited_at_its_own_interval(tmp_path: Path) -> None:
@@ -234,6 +236,26 @@ def test_an_audit_that_could_not_run_is_kept_for_status_and_ends_no_other(tmp_pa
     assert one.step() == 2 and audited == ["c", "e"]
     (line,) = history.audits(str(tmp_path / "c"))
     assert (line["verdict"], line["error"]) == ("unknown", "no Java")
+
+
+def test_an_audit_of_several_sinks_that_could_not_run_is_kept_of_each(tmp_path: Path) -> None:
+    write(tmp_path, "c", "sinks: [{format: sqlite, path: a.db, table: a}, {format: sqlite, path: b.db, table: b}]")
+    (tmp_path / "c").mkdir()
+    one, *_ = follower(tmp_path, Cadence(60.0))
+    assert one.step() == 1
+    assert {sink: line["error"] for sink, line in history.last_audits(str(tmp_path / "c")).items()} == {
+        "a": "no Java",
+        "b": "no Java",
+    }
+    history.add_audit(str(tmp_path / "c"), {"sink": "a", "verdict": "held"})
+    assert "error" not in history.last_audits(str(tmp_path / "c"))["a"], "the next one that runs replaces it"
+
+
+def test_a_process_says_why_it_could_not_audit(tmp_path: Path) -> None:
+    write(tmp_path, "e", "trigger: soon")
+    found = AuditProcess()(tmp_path / "e.yaml")
+    assert found.reports == () and found.error.startswith("[DELIVERED_") and "soon" in found.error
+    assert " Next: " in found.error and '"code"' not in found.error
 
 
 def test_a_stop_between_two_files(tmp_path: Path) -> None:

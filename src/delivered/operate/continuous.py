@@ -20,6 +20,7 @@ from delivered.audit.sealed import read_sealed
 from delivered.checkpoint.folder import logged
 from delivered.checkpoint.history import add_audit
 from delivered.engine.context import open_shared_ledger
+from delivered.model.catalogue import PREFIX
 from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
 from delivered.model.schedule import STOP_S_MAX, Cadence, Load, Schedule
@@ -64,12 +65,14 @@ def unsealed(pipeline: Definition) -> list[str]:
     return [name for name in pipeline.sink_names if name not in seals or seals[name].unsealed_batches]
 
 
-def record_failure(pipeline: Definition, sink: str, error: object) -> None:
-    """Log an audit that could not run, and keep it for status and page."""
+def record_failure(pipeline: Definition, sinks: Sequence[str], error: object) -> None:
+    """Log an audit that could not run, and keep it for status and page: of each sink, until one of it runs."""
     reason = str(error)[:_ERROR_LENGTH_MAX]
-    log.warning("%s: %s could not be audited: %s", pipeline.name, sink, reason)
-    line = {"sink": sink, "at_ms": time.time_ns() // 1_000_000, "seconds": 0.0, "verdict": "unknown"}
-    add_audit(pipeline.checkpoint, {**line, "breaches": [], "unknowns": [reason], "counts": {}, "error": reason})
+    log.warning("%s: %s could not be audited: %s", pipeline.name, ", ".join(sinks), reason)
+    line = {"at_ms": time.time_ns() // 1_000_000, "seconds": 0.0, "verdict": "unknown"}
+    line |= {"breaches": [], "unknowns": [reason], "counts": {}, "error": reason}
+    for sink in sinks:
+        add_audit(pipeline.checkpoint, {"sink": sink, **line})
 
 
 class ContinuousAudit:
@@ -222,7 +225,7 @@ class Follower:
         done = self._audit(path)
         known[1].ended(started, self._clock())
         if done.error:
-            record_failure(pipeline, ", ".join(pipeline.sink_names), done.error)
+            record_failure(pipeline, pipeline.sink_names, done.error)
         for report in done.reports:
             self._say(_line(report))
         return True
@@ -260,12 +263,12 @@ class AuditProcess:
             return Audited()
         try:
             found = json.loads(out)
-            reports = found if isinstance(found, list) else [found]
-            if all("verdict" in report for report in reports):
-                return Audited(tuple(reports))
         except ValueError:
-            pass
-        return Audited(error=(out.strip() or errors.strip() or f"exit code {self._process.returncode}"))
+            return Audited(error=out.strip() or errors.strip() or f"exit code {self._process.returncode}")
+        if isinstance(found, dict) and (failed := found.get("error")):
+            code = failed["code"].removeprefix(PREFIX)
+            return Audited(error=str(DeliveredError(code, failed["message"], failed["next"])))
+        return Audited(tuple(found if isinstance(found, list) else [found]))
 
     def end(self) -> None:
         """Cut a running audit off, for good: the last seal stands."""
