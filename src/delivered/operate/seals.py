@@ -162,7 +162,7 @@ def read_seals(ledger: Ledger, sink: str) -> Sealed:
     found = read_sealed(texts)
     if len(texts) < number + 1 - first:
         missing = f"{number + 1 - first - len(texts)} of the seals {first} to {number} are missing"
-        found = Sealed(found.ranges, found.last, found.digest, (missing, *found.faults))
+        found = replace(found, faults=(missing, *found.faults))
     return found
 
 
