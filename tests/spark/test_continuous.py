@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from tests.spark.log_to_sqlite import produce
 
 import delivered
 from delivered.audit.sealed import Sealed
+from delivered.audit.spark.continuous import load_of
 from delivered.checkpoint.history import audits
 from delivered.engine.context import open_ledger
 from delivered.model.identity import Scope
+from delivered.model.schedule import Load
 from delivered.operate.seals import read_seals
 from delivered.pipeline.definition import Definition
 
@@ -64,6 +67,35 @@ def test_a_running_pipeline_seals_what_it_delivers_and_both_stop_together(tmp_pa
     assert json.loads(out.splitlines()[-1])["between_batches"] is True
     assert {line["verdict"] for line in audits(str(tmp_path / "checkpoint"))} == {"held"}, "none is half"
     assert [r.state for r in sealed(file).ranges] == ["held"]
+
+
+def at(offset: int | None) -> Any:
+    return None if offset is None else {"orders": {"0": offset}}
+
+
+@pytest.mark.parametrize(
+    ("message", "sources", "expected"),
+    [
+        ("Processing new data", [(0, 10, 30)], Load(idle=False, behind=True)),
+        ("Waiting for data to arrive", [(0, 10, 20)], Load(idle=True, behind=False)),
+        ("Waiting for next trigger", [(0, 10, 10), (0, 5, 11)], Load(idle=True, behind=True)),
+        ("Waiting for data to arrive", [(None, 10, 20)], Load(idle=True, behind=False)),
+        ("Waiting for data to arrive", [(0, 10, None)], Load(idle=True, behind=None)),
+    ],
+    ids=["more waits", "as much waits", "one of two", "its first batch", "before Spark 4.2"],
+)
+def test_a_query_is_behind_if_more_waits_than_its_last_batch_took(
+    message: str, sources: list[tuple[int | None, int | None, int | None]], expected: Load
+) -> None:
+    names = ("startOffset", "endOffset", "latestOffset")
+    progress = {"sources": [dict(zip(names, map(at, offsets), strict=True)) for offsets in sources]}
+    assert load_of(SimpleNamespace(isActive=True, status={"message": message}, lastProgress=progress)) == expected
+
+
+def test_a_query_without_a_batch_or_that_has_ended_is_not_behind() -> None:
+    status = {"message": "Initializing sources"}
+    assert load_of(SimpleNamespace(isActive=True, status=status, lastProgress=None)) == Load(idle=False)
+    assert load_of(SimpleNamespace(isActive=False)) == Load(idle=True, behind=False)
 
 
 @pytest.mark.matrix

@@ -192,14 +192,15 @@ def _step(query: Any, checkpoint: str, decided: int | None) -> str:
 def _reported(query: Any, recent: Reports, since: str) -> Sequence[Mapping[str, Any]]:
     """Spark's reports later than this time: the last one; of a query with state, all that Spark keeps (100)."""
     with contextlib.suppress(Exception):  # the query may have ended meanwhile
-        last = _plain(query.lastProgress)
+        last = plain_report(query.lastProgress)
         if last["timestamp"] == since or not last["stateOperators"]:
             return [last] * (last["timestamp"] != since)
         return list(takewhile(lambda report: report["timestamp"] > since, recent(query)))[::-1]
     return ()
 
 
-def _plain(report: Any) -> Mapping[str, Any]:
+def plain_report(report: Any) -> Mapping[str, Any]:
+    """Spark's report on a batch, as JSON has it: Connect's are dicts."""
     plain: Mapping[str, Any] = json.loads(report.json if hasattr(report, "json") else json.dumps(report))
     return plain
 

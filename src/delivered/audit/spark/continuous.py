@@ -4,12 +4,12 @@ what the query leaves."""
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from delivered.model.schedule import Load
-from delivered.source import lag_by_partition
+from delivered.pipeline.progress import plain_report
+from delivered.source import lag
 from delivered.spark.internals import IDLE, is_connect
 from delivered.spark.settings import AUDIT_POOL
 
@@ -26,13 +26,12 @@ def load_of(query: Any) -> Load:
     idle, last = query.status["message"] in IDLE, query.lastProgress
     if last is None:
         return Load(idle)
-    report = json.loads(last.json if hasattr(last, "json") else json.dumps(last))
     behind = None
-    for source in report["sources"]:
-        waits = lag_by_partition(source)
-        took = lag_by_partition({"endOffset": source.get("startOffset"), "latestOffset": source.get("endOffset")})
+    for source in plain_report(last)["sources"]:
+        waits = lag(source)
+        took = lag({"endOffset": source.get("startOffset"), "latestOffset": source.get("endOffset")})
         if waits is not None and took is not None:
-            behind = bool(behind) or sum(waits.values()) > sum(took.values())
+            behind = bool(behind) or waits > took
     return Load(idle, behind)
 
 
