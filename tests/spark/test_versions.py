@@ -41,10 +41,7 @@ class Reader:
     """A source with positions 0 to 9, three at a time."""
 
     def __init__(self, checkpoint: str | None = None) -> None:
-        self.checkpoint = checkpoint
-
-    def new_query_of(self) -> str | None:
-        return self.checkpoint
+        self.query_checkpoint = checkpoint
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         return {"at": 0}

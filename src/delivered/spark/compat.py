@@ -86,7 +86,7 @@ class _Remembering:
         if self._known_end is None:
             from delivered.checkpoint.folder import logged  # not in a task
 
-            checkpoint = self.new_query_of()  # type: ignore[attr-defined]
+            checkpoint = self.query_checkpoint  # type: ignore[attr-defined]
             if checkpoint is not None and logged(checkpoint)[1] is not None:
                 raise InvariantBroken("START_UNKNOWN", version=pyspark.__version__, checkpoint=checkpoint)
             self._known_end = super().initialOffset()  # type: ignore[misc]
@@ -96,7 +96,7 @@ class _Remembering:
 
 
 def asked_without_start(reader: R) -> R:
-    """The class of a stream's reader, as this Spark calls it."""
+    """The class of a stream's reader, as this Spark calls it. Its `query_checkpoint` is where the query may restart."""
     if ADMITS:
         return reader
     return cast("R", type(reader.__name__, (_Remembering, reader), {"__module__": reader.__module__}))

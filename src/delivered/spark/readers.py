@@ -76,8 +76,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._opened = stream_driver(self._source, self._reading.checkpoint, name=self._reading.source)
         return self._opened
 
-    def new_query_of(self) -> str | None:
-        """The checkpoint of the query, if known."""
+    @property
+    def query_checkpoint(self) -> str | None:
+        """None: unknown."""
         return self._reading.checkpoint
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802

@@ -80,6 +80,8 @@ class _Slice(InputPartition):
 class ScriptReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads from `start` to each of `ends`, one per batch. Spark asks once per batch, in one process per query."""
 
+    query_checkpoint = None  # it never restarts
+
     def __init__(
         self, source: Source, rejects: bool, name: str, checkpoint: str, start: Offsets, ends: Sequence[Offsets]
     ) -> None:
@@ -90,9 +92,6 @@ class ScriptReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None, "_ends": []}
-
-    def new_query_of(self) -> None:
-        """It never restarts."""
 
     def initialOffset(self) -> Offsets:  # noqa: N802
         return self._start
