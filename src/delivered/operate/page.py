@@ -151,7 +151,7 @@ def chain_line(seals: SealStatus) -> list[Segment]:
     before = ""
     for r in seals.sealed.ranges:
         start, end = html.utc(r.sealed_from_ms), html.utc(r.sealed_at_ms)
-        end = end.removeprefix(start[:_DATE]) if start[:_DATE] == end[:_DATE] else end
+        end = end.removeprefix(start[:_DATE])
         count = r.last_seal - r.first_seal + 1
         sealed = f"sealed {start}" if count == 1 else f"{count} seals, {start} to {end}"
         text = "; ".join((f"{r.state.value}: {records(r.records)}, {sealed}", *r.reasons))

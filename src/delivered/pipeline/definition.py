@@ -241,10 +241,10 @@ class Definition:
         self.missing_ledger, self.new_target, self.lost_records = missing_ledger, new_target, lost_records
         self.on_bad_row = _on_bad_row(on_bad_row, dead_letter)
         self.dead_letter, self.lineage = dead_letter, lineage
-        known = [PipelineAuditEntry.model_fields, *[AuditEntry.model_fields] * len(self.sinks)]
-        for entry, fields in zip((audit or {}, *(s.audit for s in self.sinks)), known, strict=True):
-            if unknown := set(entry) - set(fields):
-                raise UsageError("AUDIT_KEY", unknown=sorted(unknown), known=", ".join(fields))
+        of_sinks = ((s.audit, AuditEntry.model_fields) for s in self.sinks)
+        for entry, known in ((audit or {}, PipelineAuditEntry.model_fields), *of_sinks):
+            if unknown := set(entry) - set(known):
+                raise UsageError("AUDIT_KEY", unknown=sorted(unknown), known=", ".join(known))
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
