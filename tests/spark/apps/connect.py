@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql import SparkSession
 
+import delivered
 from delivered.spark.session import with_archive
 from delivered_lab.brokers.servers import free_ports
 
@@ -33,3 +34,12 @@ def connected(master: str) -> SparkSession:
     for name, value in with_archive({**conf, "spark.ui.enabled": "false"}).items():
         builder = builder.config(name, value)
     return builder.getOrCreate()
+
+
+def another(spark: SparkSession) -> SparkSession:
+    """Another session of the server."""
+    if hasattr(spark, "newSession"):
+        return spark.newSession()
+    other = SparkSession.builder.remote("sc://localhost").create()  # before Spark 4.2
+    delivered.register(other)
+    return other

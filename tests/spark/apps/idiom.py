@@ -106,7 +106,7 @@ def texts(spark: SparkSession, idiom: Idiom) -> dict[str, str]:
 
 
 def main() -> None:
-    from tests.spark.apps.connect import connected
+    from tests.spark.apps.connect import another, connected
 
     parser = argparse.ArgumentParser()
     for name in ("remote", "bootstrap", "source", "sink", "folder"):
@@ -116,7 +116,7 @@ def main() -> None:
     delivered.register(spark)
     idiom = Idiom(given.bootstrap, given.source, given.sink, given.folder)
     found = texts(spark, idiom)
-    other = spark.newSession()
+    other = another(spark)
     found["batches"] = str(in_thread(lambda: idiom.run(idiom.read(other).select("key", "value"))))
     print("SAID", json.dumps(found))
     # The server stops with `spark`: at exit, PySpark's client of another session would look for it for minutes.
