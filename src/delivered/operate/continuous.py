@@ -20,7 +20,6 @@ from delivered.audit.sealed import read_sealed
 from delivered.checkpoint.folder import logged
 from delivered.checkpoint.history import add_audit
 from delivered.engine.context import open_shared_ledger
-from delivered.model.catalogue import PREFIX
 from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
 from delivered.model.schedule import STOP_S_MAX, Cadence, Load, Schedule
@@ -266,8 +265,7 @@ class AuditProcess:
         except ValueError:
             return Audited(error=out.strip() or errors.strip() or f"exit code {self._process.returncode}")
         if isinstance(found, dict) and (failed := found.get("error")):
-            code = failed["code"].removeprefix(PREFIX)
-            return Audited(error=str(DeliveredError(code, failed["message"], failed["next"])))
+            return Audited(error=f"[{failed['code']}] {failed['message']} Next: {failed['next']}")
         return Audited(tuple(found if isinstance(found, list) else [found]))
 
     def end(self) -> None:
