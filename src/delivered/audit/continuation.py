@@ -14,7 +14,7 @@ from typing import Any, Self
 from delivered.audit.evidence import Counts, LedgerAccount, Verdict
 from delivered.audit.judge import NOBODY, Result
 from delivered.audit.report import AuditReport
-from delivered.audit.request import AuditRequest, BatchRange, Earlier, Positions, clip, parsed, until
+from delivered.audit.request import BatchRange, Earlier, Positions, clip, parsed, until
 from delivered.audit.seal import Seal, State, Sums
 from delivered.contract.sink import Changes
 from delivered.contract.source import Offsets
@@ -87,16 +87,6 @@ def is_firm(guarantee: Guarantee, after: LedgerAccount, started: int) -> bool:
     if visible is None or newest is None or visible.batch != newest.batch:
         return False
     return guarantee is Guarantee.EXACTLY_ONCE or started <= visible.batch
-
-
-def why_all(request: AuditRequest, no_position: str) -> str:
-    """Why every audit of a sink reads all of it; empty: it continues where the last one stopped."""
-    mode = request.write_mode
-    if request.dedup is not None:
-        return "the pipeline drops repeats, and which records must be in the sink depends on all batches"
-    if mode.upserts or mode.insert or mode.complete or mode.replaces or mode.conditional:
-        return "the sink's rows change: which ones must be there depends on all batches"
-    return no_position
 
 
 def check_ledger(base: Seal, ledger: LedgerAccount, sink: str) -> None:

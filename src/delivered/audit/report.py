@@ -424,7 +424,8 @@ def _append_seals(text: Text, sealed: Continuation) -> None:
     if (base := sealed.base) is not None:
         text.append(f"\n  sealed until batch {base.last} at {html.utc(base.sealed_at_ms)} UTC ({base.state.value})")
     if sealed.last < sealed.first:
-        text.append("\n  no batch is new")
+        if not sealed.not_sealed:
+            text.append("\n  no batch is new")
     else:
         by = f", sealed as number {sealed.seals[-1].number}" if sealed.seals else ""
         text.append(f"\n  this range: {batches_text(sealed.first, sealed.last)}{by}")

@@ -25,7 +25,6 @@ from delivered.audit.continuation import (
     never_audited,
     replaced_checkpoint,
     unaudited_by,
-    why_all,
 )
 from delivered.audit.evidence import LedgerAccount, read_ledger
 from delivered.audit.judge import Result, report_of_ledger
@@ -53,6 +52,10 @@ _NO_ORDER = "its rows have no order that lasts"
 
 def read_account(request: AuditRequest, scope: Scope) -> LedgerAccount:
     return read_ledger(request.sink, scope, request.guarantee, request.decided_by, request.dead_letters)
+
+
+def why_read_again(request: AuditRequest) -> str:
+    return request.sink.capability().why_read_again(dedup=request.dedup is not None)
 
 
 def open_sources(request: AuditRequest) -> SourceSet:
@@ -137,10 +140,9 @@ class Seals:
         Raises:
             DeliveredError: a seal, the ledger and the sink do not fit together, so that it cannot continue.
         """
-        no_position = self._request.sink.capability().no_position
-        if not no_position and scan.position() is None:
-            no_position = _NO_ORDER
-        reads_all = why_all(self._request, no_position)
+        reads_all = why_read_again(self._request)
+        if not reads_all and scan.position() is None:
+            reads_all = _NO_ORDER
         with self._ledger() as seals:
             chain = self._chain(seals, ledger)
             if reads_all:

@@ -211,6 +211,20 @@ class SinkCapability:
     assumes: tuple[str, ...] = ()
     limits: tuple[str, ...] = field(default=())
 
+    def why_read_again(self, *, dedup: bool) -> str:
+        """Why every audit reads all of this sink; empty: it continues where the last one stopped.
+
+        Args:
+            dedup: the pipeline drops repeats.
+        """
+        if self.no_position:
+            return self.no_position
+        if dedup:
+            return "the pipeline drops repeats, and which records must be in the sink depends on all batches"
+        if not self.write.only_adds or self.write.conditional:
+            return "which rows its table accepted depends on all batches"
+        return ""
+
 
 @dataclass(frozen=True)
 class LedgerPlace:

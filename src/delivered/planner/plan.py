@@ -213,7 +213,7 @@ def _limits(request: Request) -> list[str]:
             to = f" to {source.name}" if source.name else ""
             limits.append(f"a record that a producer sent twice{to} is delivered twice: the pipeline has no dedup")
     for sink in request.sinks:
-        if why := sink.capability.no_position:
+        if why := sink.capability.why_read_again(dedup=request.dedup is not None):
             limits.append(f"an audit of {sink.label} does not continue where the last one stopped: {why}")
     limits.extend(f"the source {s.label} uses files on this machine" for s in request.sources if s.capability.local)
     limits.extend(f"the sink {s.label} uses files on this machine" for s in request.sinks if s.capability.local)

@@ -21,7 +21,7 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.types import DecimalType, DoubleType, FloatType, StructType, TimestampType
 from pyspark.sql.window import Window
 
-from delivered.audit.continuation import Cut, why_all
+from delivered.audit.continuation import Cut
 from delivered.audit.evidence import Counts, Damage, LedgerAccount, Sample
 from delivered.audit.judge import (
     ALL,
@@ -50,7 +50,7 @@ from delivered.audit.request import (
     split_by_batch,
     split_by_transform,
 )
-from delivered.audit.sealing import Seals, read_account, unchanged_cut
+from delivered.audit.sealing import Seals, read_account, unchanged_cut, why_read_again
 from delivered.audit.spark.keys import FROM_SOURCE, SharedKeys, shared_keys
 from delivered.audit.spark.reconcile import by_partition
 from delivered.audit.spark.replay import AT, BATCH, Script, replay
@@ -347,7 +347,7 @@ def _read_unchanged(
     request: AuditRequest, scope: Scope, scan: BoundedScan, frame: Callable[[], DataFrame]
 ) -> Iterator[tuple[Cut, DataFrame, int]]:
     """The sink's persisted rows, with a ledger that did not change while they were read; and their number."""
-    continues = request.sealing is not None and not why_all(request, request.sink.capability().no_position)
+    continues = request.sealing is not None and not why_read_again(request)
     for _ in range(_TRIES):
         before = read_account(request, scope)
         position = scan.position() if continues else None
