@@ -101,12 +101,12 @@ peers: setup ## the same kills for what a user would take instead, into docs/pee
 
 verify: setup ## every failure point, every guarantee, every sink, judged from outside; hours, goes on where it was
 	$(BIN)/python -m pytest -m matrix
-	$(BIN)/delivered verify --service engine --jobs 2 --resume
-	$(BIN)/delivered verify --service producer --resume
-	$(BIN)/delivered verify --service consumer --resume
-	$(BIN)/delivered verify --service engine --jobs 2 --resume --only exactly_once \
+	$(BIN)/delivered verify --stored docs/verified.json --service engine --jobs 2 --resume
+	$(BIN)/delivered verify --stored docs/verified.json --service producer --resume
+	$(BIN)/delivered verify --stored docs/verified.json --service consumer --resume
+	$(BIN)/delivered verify --stored docs/verified.json --service engine --jobs 2 --resume --only exactly_once \
 		--source pulsar --source rabbitmq_stream --source rabbitmq --source activemq --source rocketmq
-	$(BIN)/delivered verify --resume
+	$(BIN)/delivered verify --stored docs/verified.json --resume
 
 spark-versions: setup ## a slice of the tests on Spark 4.0 to 4.3, into docs/spark-versions.json; two hours
 	$(BIN)/python -m tools.spark_versions

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.capability import Guarantee
+from delivered_lab.verify.case import Result
 from delivered_lab.verify.ends.run import SYSTEMS, cases
 from delivered_lab.verify.faults import LOOP, PAIRS, PLACES, catalogue
 from delivered_lab.verify.judge import RECOVERY_RATIO_MAX, Verdict
-from delivered_lab.verify.matrix import FORMAT, SINKS, read_results, write_file
+from delivered_lab.verify.matrix import FORMAT, SINKS, is_current, read_results, write_file
+from delivered_lab.verify.provenance import environment_id, merged
 from delivered_lab.verify.services import ENDS, ENGINE, SERVICES, SPARK
 from delivered_lab.verify.systems import SINK_KINDS, SOURCE_KINDS
 from delivered_lab.verify.workloads import WORKLOADS
@@ -24,36 +26,87 @@ STORED = Path(__file__).parent / "verified.json"
 _BY_KEY = ("missing", "extra", "different")
 _KEPT = (
     "sink", "guarantee", "workload", "fault", "seed", "verdict", "lost", "duplicated", "fired", "final_read",
-    "service", "source", "place", "parts", "plain_s", "recovery_s", *_BY_KEY,
+    "service", "source", "place", "parts", "plain_s", "recovery_s", "ran", "on", *_BY_KEY,
 )  # fmt: skip
 _KEY = ("sink", "guarantee", "workload", "fault", "seed", "service", "source")
 _PLACES = [p for p in PLACES if p != "none"]
-UNPROVEN, REFUSED = "unproven", "refused"
+UNPROVEN, REFUSED, OLDER = "unproven", "refused", "°"
 SOAK = "soak-"
 NOTHING = "-"
 """Of a failure point where no fault applies to a sink."""
 
 
 def load() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = read_results(STORED)["results"] if STORED.exists() else []
+    found: list[dict[str, Any]] = _stored()["results"]
     return found
 
 
+def _stored() -> dict[str, Any]:
+    return read_results(STORED) if STORED.exists() else {"results": []}
+
+
 def store(paths: Sequence[Path]) -> None:
-    """Keep the results of these files, over what was stored before of the same cases."""
+    """Keep the results of these files, over what was stored before of the same cases, whose runs stay on record."""
 
     def key(result: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(result.get(k, "") for k in _KEY)  # what names no source is of the one that the sink has
 
-    found = {key(r): r for r in load()}
+    stored = _stored()
+    found, versions = {key(r): r for r in stored["results"]}, stored.get("versions", {})
     for path in paths:
         for r in read_results(path)["results"]:
             if r["workload"] != "own":
                 workload = WORKLOADS.get(r["workload"])  # of both ends it is none
                 kept = _KEPT if workload is not None and workload.oracle is not None else _KEPT[: -len(_BY_KEY)]
-                found[key(r)] = {k: r[k] for k in kept if r.get(k, "") not in ("", {})}
+                used = r.get("versions", {})
+                versions[environment_id(used)] = used
+                r = {
+                    **r,
+                    "ran": merged(found.get(key(r), {}).get("ran", []), r.get("ran", [])),
+                    "on": environment_id(used),
+                }
+                found[key(r)] = {k: r[k] for k in kept if r.get(k, "") not in ("", {}, [])}
+    used_now = {r.get("on") for r in found.values()}
     lines = ",\n".join(json.dumps(found[k]) for k in sorted(found))
-    write_file(STORED, f'{{"format": {FORMAT}, "results": [\n{lines}\n]}}\n')
+    header = json.dumps({"format": FORMAT, "versions": {i: v for i, v in versions.items() if v and i in used_now}})
+    write_file(STORED, f'{header[:-1]}, "results": [\n{lines}\n]}}\n')
+
+
+def is_older(result: dict[str, Any]) -> bool:
+    """Whether the code that the cell ran has changed since, or is not on record."""
+    return not is_current(Result.from_json(result))
+
+
+def runs(results: Sequence[dict[str, Any]]) -> list[str]:
+    """How old the cells are, how often they ran and broke, and with which versions."""
+    known = [r for r in results if r.get("ran")]
+    times = sum(len(r["ran"]) for r in known)
+    broke = [r for r in known if any(run[-1] == Verdict.BROKEN.value for run in r["ran"])]
+    older = sum(map(is_older, results))
+    lines = [
+        f"{len(results) - older} of {len(results)} cells are of the code that is here. {older} are older ({OLDER}):",
+        "the engine, the ledger, a kit or a connector changed since, or their commit is not on record",
+        f"({len(results) - len(known)}, of before 26 November 2026). {times} runs are on record;",
+        f"{len(broke)} cells broke in any of them.",
+        "`verified.json` holds the time, commit, code and verdict of every run of a cell, and versions of the last;",
+        "`delivered verify --only SINK/GUARANTEE/WORKLOAD/FAULT --service SERVICE --seed SEED` repeats it.",
+    ]
+    lines += [f"Broken once, held since: {'; '.join(_name(r) for r in broke)}."] if broke else []
+    return lines
+
+
+def _name(result: dict[str, Any]) -> str:
+    return "/".join(result[k] for k in ("sink", "guarantee", "workload", "fault"))
+
+
+def environments(results: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["| cells | last runs | versions |", "|---:|---|---|"]
+    for name, found in _stored().get("versions", {}).items():
+        cells = [r for r in results if r.get("on") == name]
+        days = sorted({r["ran"][-1][0][:10] for r in cells})
+        text = ", ".join(f"{n} {v}" for n, v in found.items() if v != "not installed")
+        lines.append(f"| {len(cells)} | {' to '.join(dict.fromkeys([days[0], days[-1]]))} | {text} |")
+    return lines if len(lines) > 2 else []
 
 
 def matrix_results(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -140,7 +193,8 @@ def cell(results: Sequence[dict[str, Any]]) -> str:
         return UNPROVEN
     verdict = Verdict.worst([Verdict(r["verdict"]) for r in results])
     fired = sum(int(r["fired"]) for r in results)
-    return f"{verdict.value} ({fired})" if verdict in (Verdict.HELD, Verdict.BROKEN) else UNPROVEN
+    older = OLDER if any(map(is_older, results)) else ""
+    return f"{verdict.value} ({fired}){older}" if verdict in (Verdict.HELD, Verdict.BROKEN) else UNPROVEN
 
 
 def matrix(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -226,12 +280,19 @@ def summary(results: Sequence[dict[str, Any]]) -> list[str]:
             for guarantee in reversed(Guarantee):
                 found = [r for r in results if (r["sink"], r["guarantee"], r["service"]) == (sink, guarantee, service)]
                 points = [p for p in _PLACES if cell(at(found, p)) != UNPROVEN]
-                text, of = cell(found), len(_PLACES) - len(SINK_KINDS[sink].absent)
+                text = cell(found) if any(r["fired"] for r in found) else UNPROVEN
+                of = len(_PLACES) - len(SINK_KINDS[sink].absent)
                 if guarantee not in SINK_KINDS[sink].guarantees:
-                    text = REFUSED
-                cells.append(text if text in (UNPROVEN, REFUSED) else f"{text}, {len(points)} of {of} failure points")
+                    text = _without(sink)
+                cells.append(text if not points else f"{text}, {len(points)} of {of} failure points")
             lines.append(f"| {sink} | {service} | " + " | ".join(cells) + " |")
     return lines
+
+
+def _without(sink: str) -> str:
+    """What stands where a sink of the verifier has no cells of a guarantee."""
+    other = sink.partition("-")[0]  # of the same connector, by another mechanism
+    return f"as {other}" if other != sink and other in SINK_KINDS else REFUSED
 
 
 def pairs(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -270,7 +331,13 @@ def page() -> str:
             "point (engine, exactly_once), which ran through confluent-kafka. Cells of `kafka-postgres-delta`, and of",
             "other sinks whose records come from Kafka (workload `topics`), were measured with librdkafka, too.",
             "",
+            "Cells of `mysql` and `mysql-xa` ran against MariaDB; MySQL itself is untested.",
+            "",
             f"{len(results)} cases, {fired} faults.",
+            "",
+            *runs(everything),
+            "",
+            *environments(everything),
             "",
             *summary(results),
             "",

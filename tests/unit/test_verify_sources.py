@@ -48,7 +48,9 @@ def test_a_source_that_is_asked_for_is_a_part_of_the_cell_and_of_its_result(tmp_
     assert own.source == ""
     assert len({pulsar.key, rabbitmq.key, own.key}) == len({pulsar.name, rabbitmq.name, own.name}) == 3
     store = Store(tmp_path / "v.json")
-    store.add(_result(pulsar))
+    found = _result(pulsar)
+    found.record([])
+    store.add(found)
     assert store.settled(pulsar)
     assert not store.settled(own)
 

@@ -191,7 +191,11 @@ def verify(
         ),
     ] = "spark",
     audit_too: Annotated[bool, typer.Option("--audit", help="Also run `delivered audit` after every case.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Skip cases that already have a verdict.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip cases that have a verdict of this code.")] = False,
+    stored: Annotated[
+        Path | None,
+        typer.Option(help="Published results (docs/verified.json): what they lack, or have of older code, runs first."),
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, max=16, help="Cases in parallel; each job has its own broker.")] = 1,
     minutes: Annotated[float | None, typer.Option(min=0, help="Start no case after this long.")] = None,
     faults: Annotated[
@@ -219,7 +223,7 @@ def verify(
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Inject faults at every failure point and judge from outside whether the guarantee held."""
-    from delivered_lab.verify.matrix import SPARK, Choice, Store, cases, own_cases, run_matrix, worst
+    from delivered_lab.verify.matrix import SPARK, Choice, Store, cases, own_cases, read_cases, run_matrix, worst
     from delivered_lab.verify.report import RunLog
     from delivered_lab.verify.services import ENDS, SERVICES
     from delivered_lab.verify.systems import SOURCE_KINDS
@@ -260,7 +264,8 @@ def verify(
         why = f": {'; '.join(result.reasons)}" if result.reasons else ""
         note(f"{number}/{of}  {result.verdict:8} {what}  {result.fired} faults, {result.seconds:.0f} s{why}")
 
-    results = run_matrix(choice, store, folder, resume=resume, say=note, done=keep, template=template)
+    known = read_cases(stored) if stored is not None else None
+    results = run_matrix(choice, store, folder, resume=resume, say=note, done=keep, template=template, known=known)
     page = out.with_suffix(".html")
     listed = _write_pages(store, page, log)
     everything = list(store.results.values())

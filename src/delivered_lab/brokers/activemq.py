@@ -150,5 +150,6 @@ SERVER = Server(
     answers=answers,
     fetch=fetch,
     url="stomp://{}",
+    version=lambda: VERSION,
     pipeline='{{format: activemq, url: "{url}", queue: orders, log: orders-log}}',
 )

@@ -154,6 +154,7 @@ SERVER = Server(
     url="{}",
     hidden=frozenset({CONTROLLER}),
     takes=frozenset({"tls", "scram"}),
+    version=lambda: VERSION,
     pipeline='{{format: kafka, kafka.bootstrap.servers: "{url}", subscribe: orders}}',
     first_steps=(
         ("topics", "delivered brokers topic orders orders-clean"),

@@ -22,6 +22,7 @@ from delivered_lab.brokers.servers import (
     fetch_packages,
     run_tool,
     split_address,
+    version_line,
 )
 
 MYSQL = "MYSQL"
@@ -114,11 +115,17 @@ def _program(root: Path) -> list[str]:
     return ["/usr/bin/env", f"LD_LIBRARY_PATH={libraries}", str(root / "usr/sbin/mariadbd")]
 
 
+def version() -> str:
+    """It names MariaDB, such as "10.11.14-MariaDB-0+deb12u1"."""
+    return version_line(_program(fetch(lambda _: None))).split("Ver ")[1].split()[0]
+
+
 SERVER = Server(
     listeners=lambda _: [MYSQL],
     prepare=prepare,
     answers=answers,
     fetch=fetch,
     url=f"mysql://{USER}@{{}}/{DATABASE}",
+    version=version,
     pipeline='{{format: mysql, url: "{url}", dbtable: orders, ifNotExists: true}}',
 )

@@ -25,6 +25,7 @@ from delivered_lab.brokers.servers import (
     run_tool,
     split_address,
     telling_lines,
+    version_line,
 )
 
 POSTGRESQL = "POSTGRESQL"
@@ -213,6 +214,10 @@ def _quoted(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
 
 
+def version() -> str:
+    return version_line([str(programs() / "postgres")]).split()[2]
+
+
 SERVER = Server(
     listeners=lambda _: [POSTGRESQL],
     prepare=prepare,
@@ -220,6 +225,7 @@ SERVER = Server(
     fetch=None,
     url=f"postgresql://{USER}@{{}}/{DATABASE}",
     stop=signal.SIGINT,  # SIGTERM would wait until every client has disconnected
+    version=version,
     pipeline='{{format: postgres, url: "{url}", dbtable: orders, ifNotExists: true}}',
     first_steps=(("look", 'psql "{url}"'),),
 )

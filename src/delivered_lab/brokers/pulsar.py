@@ -193,5 +193,6 @@ SERVER = Server(
     fetch=fetch,
     url="pulsar://{}",
     takes=frozenset({"tls"}),
+    version=lambda: VERSION,
     pipeline='{{format: pulsar, url: "{url}", adminUrl: "http://{HTTP}", topics: orders}}',
 )

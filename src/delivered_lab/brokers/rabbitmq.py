@@ -55,7 +55,7 @@ def answers(state: State) -> bool:
 
 def _script(root: Path, folder: Path, listeners: Mapping[str, str]) -> str:
     erlang = root / "usr/lib/erlang"
-    home = next((root / "usr/lib/rabbitmq/lib").glob("rabbitmq_server-*"))
+    home = _home(root)
     epmd = split_address(listeners[EPMD])[1]
     variables = {
         "HOME": folder,  # for Erlang's cookie
@@ -92,6 +92,14 @@ def fetch(say: Say) -> Path:
     return fetch_packages("RabbitMQ", cache_folder() / "rabbitmq" / "debian", PACKAGES, "34 MB", say, fix)
 
 
+def version() -> str:
+    return _home(fetch(lambda _: None)).name.partition("-")[2]
+
+
+def _home(root: Path) -> Path:
+    return next((root / "usr/lib/rabbitmq/lib").glob("rabbitmq_server-*"))
+
+
 SERVER = Server(
     listeners=lambda _: [AMQP, EPMD, ERLANG],
     prepare=prepare,
@@ -99,5 +107,6 @@ SERVER = Server(
     fetch=fetch,
     url=f"amqp://{USER}:{USER}@{{}}/",
     hidden=frozenset({EPMD, ERLANG}),
+    version=version,
     pipeline='{{format: rabbitmq, url: "{url}", queue: orders, log: orders-log}}',
 )

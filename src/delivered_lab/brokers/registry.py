@@ -52,6 +52,7 @@ SERVER = Server(
     answers=answers,
     fetch=fetch,
     url=_URL,
+    version=lambda: VERSION,
     pipeline=(
         "{{format: kafka, kafka.bootstrap.servers: 'localhost:9092', subscribe: orders, value.format: avro, "
         "schema.registry.url: '{url}'}}"

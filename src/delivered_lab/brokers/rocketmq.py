@@ -248,5 +248,6 @@ SERVER = Server(
     answers=answers,
     fetch=fetch,
     url="{}",
+    version=lambda: VERSION,
     pipeline='{{format: rocketmq, endpoints: "{url}", topic: orders, group: orders, log: orders-log}}',
 )

@@ -184,6 +184,7 @@ class Server:
         fetch: downloads it into the cache; None: part of the package or the system.
         hidden: listeners that are not for clients.
         url: of clients, with `{}` for the address.
+        version: of the server, once it is fetched.
         takes: which of tls and scram it supports.
         stop: signal that stops it, even with open connections.
         pipeline: a source or sink of a pipeline file, with `{url}`, and `{HTTP}` for a listener's address.
@@ -196,6 +197,7 @@ class Server:
     fetch: Callable[[Say], object] | None
     url: str
     pipeline: str
+    version: Callable[[], str]
     hidden: frozenset[str] = frozenset()
     takes: frozenset[str] = frozenset()
     stop: signal.Signals = signal.SIGTERM
@@ -250,6 +252,11 @@ def run_tool(command: Sequence[str], failed: str, folder: Path, **options: Any) 
     if done.returncode != 0:
         raise DeliveredError(failed, folder=folder, output=telling_lines(done.stdout + done.stderr))
     return str(done.stdout + done.stderr)
+
+
+def version_line(command: Sequence[str]) -> str:
+    """What a program prints with --version."""
+    return subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
 
 
 def make_certificate(java_home: Path, folder: Path) -> tuple[Path, str]:

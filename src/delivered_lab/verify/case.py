@@ -18,7 +18,7 @@ import subprocess
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ from delivered_lab.verify.evidence import End, Evidence, Seen, fired, sends
 from delivered_lab.verify.faults import MOUNT, PROXY, TOPICS, Fault
 from delivered_lab.verify.fixture import Fixture, Setting, empty
 from delivered_lab.verify.judge import Judgement, Verdict, differences, judge
+from delivered_lab.verify.provenance import ran, versions
 from delivered_lab.verify.proxy import Fired, Proxy, StreamProxy
 from delivered_lab.verify.services import SERVICES, SPARK, Run, VerifierError
 from delivered_lab.verify.systems import KAFKA, SINK_KINDS, SOURCE_KINDS, SYSTEMS, GroupClient, at_sink, sink_names
@@ -83,6 +84,8 @@ class Result:
             baseline that recovery is compared with.
         missing, extra, different: keys of an operator's rows, against its oracle.
         parts: failure point -> faults that fired there, if the case passes several; `place` is then one of them.
+        ran: each run of the case that is on record, the last one last: time, commit, code, verdict (`provenance.Ran`).
+        versions: of packages and servers in the last run.
         recovery_s: the same for each restart after a SIGKILL of the driver; recovery: their verdict, separate from the
             case's.
     """
@@ -121,6 +124,8 @@ class Result:
     recovery: str = ""
     folder: str = ""
     again: str = ""
+    ran: list[list[str]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -134,6 +139,11 @@ class Result:
     def fired_at(self, place: str) -> int | None:
         """Faults that fired at a failure point; None: the case does not pass it."""
         return (self.parts or {self.place: self.fired}).get(place)
+
+    def record(self, servers: Iterable[str]) -> None:
+        """Keep that it ran now, beside these servers."""
+        self.ran = [ran(self.service, self.sink, self.source, self.verdict).to_json()]
+        self.versions = versions(frozenset(servers))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -371,6 +381,7 @@ class Environment:
     template: Template | None = None
     source_format: str | None = None
     variant: str = ""
+    used: set[str] = field(default_factory=set, init=False)
     _servers: dict[str, brokers.Broker] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -380,6 +391,7 @@ class Environment:
 
     def server(self, kind: str) -> brokers.Broker:
         """This environment's server, started on first use; `kind` as named by `delivered_lab.brokers`."""
+        self.used.add(kind)
         if kind not in self._servers:
             place = self._place(kind)
             shutil.rmtree(place, ignore_errors=True)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-import platform
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from delivered_lab.verify.case import Case, Environment, Result, Say, can_mount,
 from delivered_lab.verify.ends import run as both_ends
 from delivered_lab.verify.faults import CLUSTER, LOOP, MOUNT, TOPICS, catalogue, source_catalogue
 from delivered_lab.verify.judge import Verdict, compared
+from delivered_lab.verify.provenance import Ran, code_of, merged
 from delivered_lab.verify.services import ENDS, ENGINE, SERVICES, SPARK
 from delivered_lab.verify.systems import KAFKA, SINK_KINDS
 from delivered_lab.verify.template import Template
@@ -174,28 +173,48 @@ def _matches(case: Case, pattern: str) -> bool:
     return fnmatch.fnmatchcase("/".join(parts), pattern) or pattern in parts or pattern == case.fault.place
 
 
+def read_cases(path: Path) -> dict[tuple[Any, ...], Result]:
+    """Results in a file, by their case; empty if there is no file."""
+    found = [Result.from_json(data) for data in read_results(path)["results"]] if path.exists() else []
+    return {result.key: result for result in found}
+
+
+def is_current(result: Result) -> bool:
+    """Whether its last run was of the code that is here."""
+    return bool(result.ran) and Ran(*result.ran[-1]).code == code_of(result.service, result.sink, result.source)
+
+
 @dataclass
 class Store:
-    """Results on disk, as a list; always complete."""
+    """Results on disk, as a list; always complete.
+
+    Attributes:
+        earlier: those that the file held, whose runs stay on record when a case is run again.
+    """
 
     path: Path
     results: dict[tuple[Any, ...], Result] = field(default_factory=dict)
+    earlier: dict[tuple[Any, ...], Result] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """Raises UsageError: a newer version of this program wrote the file."""
+        self.earlier = read_cases(self.path)
 
     def load(self) -> None:
-        """Raises UsageError: a newer version of this program wrote the file."""
-        if self.path.exists():
-            for data in read_results(self.path)["results"]:
-                result = Result.from_json(data)
-                self.results[result.key] = result
+        self.results.update(self.earlier)
 
     def add(self, result: Result) -> None:
+        before = self.results.get(result.key) or self.earlier.get(result.key)
+        if before is not None:
+            result.ran = merged(before.ran, result.ran)
         self.results[result.key] = result
         results = {"format": FORMAT, "results": [r.to_json() for r in self.results.values()]}
         write_file(self.path, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
     def settled(self, case: Case) -> bool:
+        """Whether the case has a verdict, of the code that is here."""
         found = self.results.get(case.key)
-        return found is not None and found.verdict in _SETTLED
+        return found is not None and found.verdict in _SETTLED and is_current(found)
 
     def plain_s(self, case: Case) -> float | None:
         """Time of a plain restart to its first effect, with this sink, guarantee and service; of this workload if
@@ -218,12 +237,14 @@ def run_matrix(
     done: Callable[[Result, int, int], None] = lambda *_: None,
     env: dict[str, str] | None = None,
     template: Template | None = None,
+    known: Mapping[tuple[Any, ...], Result] | None = None,
 ) -> list[Result]:
     """Run the chosen cases; return the results of this call.
 
     Args:
-        resume: skip cases that have a verdict in the store; else each earlier result is replaced as its case is run
-            again.
+        resume: skip cases that have a verdict of this code in the store; else each earlier result is replaced as its
+            case is run again.
+        known: results that are published: cases that are not among them, or only of older code, run first.
         done: called after each case with its result, the number done, and the total.
         template: a user's pipeline that replaces the verifier's own; then one case at a time.
     """
@@ -233,6 +254,8 @@ def run_matrix(
     if resume:
         store.load()
         todo = [c for c in todo if not store.settled(c) or (template is not None and c.fault.name == "none")]
+    if known is not None:
+        todo.sort(key=lambda c: c.key in known and is_current(known[c.key]))
     if not can_mount():
         skipped = [c for c in todo if MOUNT in c.fault.needs]
         todo = [c for c in todo if MOUNT not in c.fault.needs]
@@ -257,11 +280,14 @@ def run_matrix(
                     case = waiting.get_nowait()
                 except queue.Empty:
                     return
+                environment.used.clear()
                 if case.service in ENDS:
                     result, again = both_ends.run_case(case, environment), None
                 else:
                     result = run_case(case, environment, plain_s=store.plain_s(case), audit=choice.audit)
                     again = _plain_now(case, result, environment)
+                for ended in (result, *([again] if again is not None else [])):
+                    ended.record(environment.used)
                 with lock:
                     if again is not None:
                         store.add(again)
@@ -303,15 +329,4 @@ def worst(results: Sequence[Result]) -> Verdict:
     return Verdict.worst([Verdict(r.verdict) for r in results])
 
 
-def versions() -> dict[str, str]:
-    """Versions of what the verdicts depend on."""
-    found = {"python": platform.python_version()}
-    for name in ("delivered", "pyspark", "confluent-kafka", "kafka-python", "psycopg", "deltalake", "pyarrow"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-__all__ = ["ENGINE", "SINKS", "SPARK", "Choice", "Store", "cases", "run_matrix", "versions", "worst"]
+__all__ = ["ENGINE", "SINKS", "SPARK", "Choice", "Store", "cases", "run_matrix", "worst"]

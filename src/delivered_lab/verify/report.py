@@ -26,7 +26,8 @@ from delivered_lab.verify.case import Result
 from delivered_lab.verify.evidence import End, Operation, load
 from delivered_lab.verify.faults import PLACES
 from delivered_lab.verify.judge import RECOVERY_RATIO_MAX, Verdict
-from delivered_lab.verify.matrix import FORMAT, GUARANTEES, read_results, versions, write_file
+from delivered_lab.verify.matrix import FORMAT, GUARANTEES, read_results, write_file
+from delivered_lab.verify.provenance import versions
 
 _WIDTH, _LEFT, _ROW, _TOP = 880, 96, 18, 42
 
@@ -245,6 +246,8 @@ starts, {{ r.seconds }} s, seed {{ r.seed }}.
 takes {{ r.plain_s | round(1) }} s: <b class="{{ r.recovery }}">{{ signs[r.recovery] }} {{ "within" if r.recovery ==
 "held" else "above" }} {{ ratio_max | round | int }}x</b>.{% endif %}</p>
 {{ timeline(r) | safe }}
+<p>{% for at, commit, code, verdict in r.ran %}{{ at }} commit {{ commit or "unknown" }}: {{ verdict }}.
+{% endfor %}</p>
 <p><code>{{ r.again }}</code></p></div></details>
 {% endfor %}{% endfor %}
 <h2>Versions</h2>
