@@ -264,8 +264,8 @@ def verify(
         why = f": {'; '.join(result.reasons)}" if result.reasons else ""
         note(f"{number}/{of}  {result.verdict:8} {what}  {result.fired} faults, {result.seconds:.0f} s{why}")
 
-    known = read_cases(stored) if stored is not None else None
-    results = run_matrix(choice, store, folder, resume=resume, say=note, done=keep, template=template, known=known)
+    published = read_cases(stored) if stored is not None else None
+    results = run_matrix(choice, store, folder, resume=resume, say=note, done=keep, template=template, known=published)
     page = out.with_suffix(".html")
     listed = _write_pages(store, page, log)
     everything = list(store.results.values())
