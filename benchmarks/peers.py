@@ -29,7 +29,8 @@ from delivered_lab.verify.case import Case, Environment, Result, run_case
 from delivered_lab.verify.evidence import Stop
 from delivered_lab.verify.faults import BROKER, Fault
 from delivered_lab.verify.fixture import HIT_TIMEOUT_S, Fixture
-from delivered_lab.verify.matrix import FORMAT, read_results, versions, write_file
+from delivered_lab.verify.matrix import FORMAT, read_results, write_file
+from delivered_lab.verify.provenance import versions
 from delivered_lab.verify.scripts import Script
 from delivered_lab.verify.services import SERVICES, SPARK, Service
 from delivered_lab.verify.systems import KAFKA
