@@ -410,7 +410,7 @@ class Pulsar(Server):
     """
 
     system = "pulsar"
-    quick: ClassVar = {"journalSyncData": "false"}  # no plug is pulled
+    quick: ClassVar = {"journalSyncData": "false", "transactionCoordinatorEnabled": "true"}  # no plug is pulled
     heap_mb = 256
     _names = itertools.count()
 

@@ -105,6 +105,12 @@ RECORD_CHECKS_MAX = 200_000
 KAFKA_RESPONSE_BYTES_MAX = 256 << 20
 """One response of a Kafka broker: a fetch holds at least one record batch, however large."""
 
+PULSAR_COMMAND_BYTES_MAX = 8 << 20
+"""One command of a Pulsar broker to this client, which reads no messages."""
+
+PULSAR_IN_FLIGHT_BYTES_MAX = 16 << 20
+"""Bytes that a task has sent in a Pulsar transaction, and which are not acknowledged yet."""
+
 ROCKETMQ_FRAME_BYTES_MAX = 64 << 20
 """One answer of a RocketMQ broker; its own limit is 16 MiB by default."""
 
