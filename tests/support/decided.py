@@ -19,8 +19,6 @@ from delivered.model.identity import Scope
 from delivered.model.rows import Rows
 from delivered.model.work import CheckpointView, Owner
 
-ROWS = pa.schema([pa.field("value", pa.binary())])
-
 
 def pipeline(tmp_path: Path, checkpoint: str = "checkpoint", **options: object) -> delivered.Pipeline:
     append(str(tmp_path / "in"), pa.table({"value": [b"a"]}), idempotence=("test", 1))
@@ -37,12 +35,13 @@ def pipeline(tmp_path: Path, checkpoint: str = "checkpoint", **options: object) 
 def decide(made: delivered.Pipeline, batches: int, owner: Owner, incarnation: str = "incarnation-1") -> None:
     sink = made.sinks[0].sink()
     sinks, scope = Sinks.one(sink), Scope(made.name, sink.name, incarnation)
+    columns = next(iter(made.sources.values())).source().planned().schema()
     context = Context.open(sinks, scope, Guarantee.EXACTLY_ONCE, owner)
     for batch in range(batches):
         offsets = json.dumps({"version": batch, "offsets": {"0": batch + 1}})
         plan = plan_batch(context, CheckpointView(incarnation, batch, offsets, None), first=batch == 0)
-        rows = pa.record_batch([pa.array([b"v"])], schema=ROWS)
-        commit_batch(context, batch, offsets, [write_shard(sinks, plan, 0, 0, iter([Rows(rows)]), ROWS)])
+        rows = pa.RecordBatch.from_pylist([{"value": b"v"}], schema=columns)
+        commit_batch(context, batch, offsets, [write_shard(sinks, plan, 0, 0, iter([Rows(rows)]), columns)])
     context.close()
 
 

@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from rich.text import Text
 from delivered.cli.command import Output, OutputOption, console, read, say_json, spoken, working
 from delivered.entry import Pipeline
 from delivered.model.errors import EXTRA_OF, DeliveredError
+from delivered.pipeline.columns import spark_defaults
 
 _DISK_FREE_MIN = 1 << 30
 _UNWRAPPED = 1000
@@ -142,7 +142,7 @@ def _workers(pipeline: Pipeline | None) -> Check:
         from delivered.spark.check import advice
     except (DeliveredError, ImportError):
         return Check("Python tasks", Health.MISSING, "needs pyspark")
-    conf = _defaults() | (dict(pipeline.conf) if pipeline is not None else {})
+    conf = spark_defaults() | (dict(pipeline.conf) if pipeline is not None else {})
     master = (pipeline.master if pipeline is not None else None) or conf.get("spark.master", "local[*]")
     if master == "local" or master.startswith("local["):
         return Check("Python tasks", Health.GOOD, f"on {master}, delivered.session sets what makes them cheap")
@@ -155,17 +155,6 @@ def _workers(pipeline: Pipeline | None) -> Check:
             "set them by --conf or in spark-defaults.conf; docs/spark.md has the figures",
         )
     return Check("Python tasks", Health.GOOD, f"on {master}: local sockets, and workers forked with imports")
-
-
-def _defaults() -> dict[str, str]:
-    """Spark's configuration file: a key and a value on each line, with blanks or an equals sign between them."""
-    folder = os.environ.get("SPARK_CONF_DIR") or f"{os.environ.get('SPARK_HOME', '')}/conf"
-    try:
-        text = (Path(folder) / "spark-defaults.conf").read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    lines = (re.split(r"[\s=]+", x.strip(), maxsplit=1) for x in text.splitlines() if not x.lstrip().startswith("#"))
-    return {words[0]: words[1] for words in lines if len(words) > 1}
 
 
 def _worker_python() -> Check:

@@ -99,14 +99,17 @@ def plan(
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Show a pipeline's steps and the assumptions of its guarantee, or why it is refused (exit code 2)."""
-    from delivered.planner import Refusal, to_json
+    from delivered.pipeline.columns import UNCHECKED
+    from delivered.pipeline.facts import gather
+    from delivered.planner import Refusal, make_plan, to_json
 
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
     with working(f"checking source and sink of {pipeline.name}"):
-        outcome = pipeline.plan(offline=offline, takeover=takeover)
-    if not offline and pipeline.transform.kind == "sql" and not isinstance(outcome, Refusal):
+        request = gather(pipeline, None, offline=offline, takeover=takeover)
+        outcome = make_plan(request)
+    if not isinstance(outcome, Refusal) and any(f.code == UNCHECKED for f in request.transform.findings):
         with (
-            working("checking the SQL against the source's columns"),
+            working("asking Spark about the SQL"),
             quiet_spark(pipeline, SparkLog.of(pipeline, None)) as spark,
         ):
             outcome = pipeline.plan(spark, takeover=takeover)

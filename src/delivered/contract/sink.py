@@ -385,6 +385,14 @@ class Sink(ABC):
         """Raise UsageError if rows of this schema cannot be written. Runs on the driver; contacts no server."""
         self.records(pa.RecordBatch.from_pylist([], schema))
 
+    def target_check(self) -> Callable[[pa.Schema], None] | None:
+        """What the target that is there takes: raises UsageError for rows of a schema that a start would refuse.
+
+        Asks the system once, on the driver, and changes nothing; the result asks nobody. A column of type null has an
+        unknown type, which fits. None: there is no target, or it takes whatever `check_schema` does.
+        """
+        return None
+
     def scan(self) -> BoundedScan:
         """All records that a reader of this sink sees, for the audit. Raises Refused if they cannot be read back."""
         raise Refused("NOT_READABLE.SINK", name=self.name)

@@ -171,6 +171,7 @@ EXTRA_OF: Mapping[str, tuple[str, str]] = MappingProxyType(
         "pyspark": ("pyspark", "spark"),
         "py4j": ("pyspark", "spark"),
         "pandas": ("pandas", "spark"),
+        "sqlglot": ("sqlglot", "spark"),
         "confluent_kafka": ("confluent-kafka", "kafka"),
         "kafka": ("kafka-python", "kafka"),
         "cryptography": ("cryptography", "kafka"),

@@ -22,6 +22,7 @@ from delivered.model.capability import SourceCapability, WriteMode
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, UsageError, missing_extra
 from delivered.model.identity import SOURCE, Scope
 from delivered.model.work import CheckpointView, LedgerState
+from delivered.pipeline.columns import checked_columns
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import connectors
@@ -118,8 +119,9 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
     if not offline and not blocked:
         checkpoint = _checkpoint(pipeline, session, takeover)
     transform = _transform(pipeline)
-    if session is not None and not offline and not blocked:
-        transform = replace(transform, findings=session.check_transform())
+    if not offline and not blocked:
+        found = checked_columns(pipeline) if session is None else session.check_transform()
+        transform = replace(transform, findings=found)
     return Request(
         pipeline=pipeline.name,
         guarantee=pipeline.guarantee,

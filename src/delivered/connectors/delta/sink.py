@@ -55,6 +55,7 @@ class DeltaSink(FileTableSink):
         __package__,
         check="target:check",
         ready="target:ready",
+        table_check="target:table_check",
         writer="sink:writer",
         trial="sink:DeltaTrial",
         scan="scan:DeltaScan",

@@ -6,7 +6,8 @@ import datetime as dt
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -25,6 +26,7 @@ from delivered.connectors.delta.client import (
     require_table,
     sync_versions,
 )
+from delivered.kits.sql.merge import stored
 from delivered.kits.table import target
 from delivered.kits.table.target import TableTypes, canonical
 from delivered.model.capability import APPEND
@@ -115,6 +117,16 @@ def ready(options: DeltaOptions, schema: pa.Schema) -> None:
     missing = compare(options, table, schema, adds=True)
     if missing:
         _add_columns(options, table, missing)
+
+
+def table_check(options: DeltaOptions) -> Callable[[pa.Schema], None] | None:
+    """See `delivered.contract.sink.Sink.target_check`."""
+    table = open_table(options)
+    return None if table is None else partial(_check_table, options, table)
+
+
+def _check_table(options: DeltaOptions, table: Any, schema: pa.Schema) -> None:
+    compare(options, table, target.comparable(TYPES, stored(options.write, schema)), adds=True)
 
 
 def check(options: DeltaOptions) -> None:

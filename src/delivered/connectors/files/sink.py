@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from delivered.connectors.files.formats import TYPES, check, encoder, stored_sch
 from delivered.contract.sink import Writer
 from delivered.contract.source import Finding
 from delivered.kits.sink import Parts, StoreSink
+from delivered.kits.sql.table import untyped
 from delivered.kits.table.shard import while_staging
 from delivered.kits.table.store import make_folder, put, put_first, sync
-from delivered.kits.table.target import unwritable
+from delivered.kits.table.target import comparable, unwritable
 from delivered.model import ranges
 from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import InvariantBroken, UsageError
@@ -89,6 +90,17 @@ class FilesSink(StoreSink):
     def check_schema(self, schema: pa.Schema) -> None:
         check(self.options, schema)
 
+    def target_check(self) -> Callable[[pa.Schema], None] | None:
+        known = stored_schema(self.options)
+        return None if known is None else lambda schema: self._check_same(known, comparable(TYPES, schema))
+
+    def _check_same(self, known: pa.Schema, schema: pa.Schema) -> None:
+        same = [k.name == f.name and (untyped(f) or k.type == f.type) for k, f in zip(known, schema, strict=False)]
+        if not (len(known) == len(schema) and all(same)):
+            raise UsageError(
+                "SCHEMA_CHANGED.FILES", path=self.options.path, known=_columns(known), columns=_columns(schema)
+            )
+
     def ready_target(self, schema: pa.Schema) -> None:
         schema = TYPES.canonical_schema(schema)
         try:
@@ -101,10 +113,8 @@ class FilesSink(StoreSink):
                 put_first(identity_file(self.options), uuid.uuid4().hex.encode())
         except OSError as error:
             raise failed(self.options, error) from error
-        if known is None or not known.equals(schema):
-            raise UsageError(
-                "SCHEMA_CHANGED.FILES", path=self.options.path, known=_columns(known), columns=_columns(schema)
-            )
+        if known is not None:
+            self._check_same(known, schema)
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         return ranges.unstorable(self.options.range, batch)

@@ -29,6 +29,7 @@ class IcebergSink(FileTableSink):
         needs=need,
         check="target:check",
         ready="target:ready",
+        table_check="target:table_check",
         writer="writer:writer",
         trial="writer:IcebergTrial",
         scan="scan:IcebergScan",

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -36,6 +37,7 @@ from delivered.connectors.iceberg.client import (
     require_table,
     store,
 )
+from delivered.kits.sql.merge import stored
 from delivered.kits.table import target
 from delivered.model.errors import UsageError
 from delivered.model.ranges import RANGES, because, first_of, unstorable
@@ -212,6 +214,16 @@ def ready(options: IcebergOptions, schema: pa.Schema) -> None:
     if compare(options, table, schema, adds=True):
         _add_columns(options, table, schema)
         compare(options, require_table(options), schema)
+
+
+def table_check(options: IcebergOptions) -> Callable[[pa.Schema], None] | None:
+    """See `delivered.contract.sink.Sink.target_check`."""
+    table = open_table(options)
+    return None if table is None else partial(_check_table, options, table)
+
+
+def _check_table(options: IcebergOptions, table: Any, schema: pa.Schema) -> None:
+    compare(options, table, target.comparable(TYPES, stored(options.write, schema)), adds=True)
 
 
 def check(options: IcebergOptions) -> None:

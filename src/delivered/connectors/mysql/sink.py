@@ -41,6 +41,7 @@ class MysqlSink(ServerSink):
         __package__,
         look="sink:look",
         add_columns="target:add_columns",
+        table_check="target:table_check",
         writer="writer:LoadWriter",
         scan="sink:MysqlScan",
         store="store:build_store",

@@ -24,8 +24,9 @@ are lost or added), texts in other charsets.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -34,7 +35,7 @@ import pyarrow as pa
 from delivered.connectors.mysql import MysqlOptions, client
 from delivered.connectors.mysql.client import alone, with_values
 from delivered.kits.sql.database import Definition, events, quoted
-from delivered.kits.sql.merge import ORDER, ROUND, Merge, no_unique_index, stored
+from delivered.kits.sql.merge import ORDER, ROUND, Merge, check_fits, no_unique_index, stored
 from delivered.kits.sql.table import (
     Column,
     ServerTypes,
@@ -330,6 +331,16 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
         MysqlMerge(options.write, table.full, tuple(kept.names), index),
         tuple(n for n in kept.names if columns[n].fills_null),
     )
+
+
+def table_check(session: Session, options: MysqlOptions) -> Callable[[pa.Schema], None] | None:
+    """See `delivered.contract.sink.Sink.target_check`. Raises MySQLError."""
+    table = find(session, options)
+    if table is None:
+        return None
+    schema = stored_schema(session, options, table)
+    known = None if schema is None else (schema, _recovery_action(options, table))
+    return partial(check_fits, options, TYPES, table_columns(session, table), _CHANGE, known)
 
 
 def add_columns(session: Session, options: MysqlOptions, schema: pa.Schema) -> None:

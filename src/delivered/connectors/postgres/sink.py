@@ -158,6 +158,7 @@ class PostgresSink(ServerSink):
         __package__,
         look="preflight:look",
         add_columns="target:add_columns",
+        table_check="target:table_check",
         writer="writer:CopyWriter",
         scan="read:PostgresScan",
         store="committer:build_store",

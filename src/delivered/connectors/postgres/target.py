@@ -4,15 +4,16 @@ policies, loose keys; and the ledger's tables.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from delivered.connectors.postgres.sink import ENUM, TYPES, PostgresOptions
 from delivered.kits.sql.database import Definition, events, is_newest, quoted
-from delivered.kits.sql.merge import Merge, stored
+from delivered.kits.sql.merge import Merge, check_fits, stored
 from delivered.kits.sql.table import (
     Column,
     absent,
@@ -116,6 +117,17 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
         Merge(options.write, name, tuple(kept.names)),
         {n: width for n in kept.names if (width := columns[n].width) is not None},
     )
+
+
+def table_check(connection: psycopg.Connection[Any], options: PostgresOptions) -> Callable[[pa.Schema], None] | None:
+    """See `delivered.contract.sink.Sink.target_check`. Raises psycopg.Error."""
+    found = find(connection, options)
+    if found is None:
+        return None
+    relation, columns = found[0], table_columns(connection, found[0])
+    schema = stored_schema(connection, options, relation)
+    known = None if schema is None else (schema, _recovery_action(options, relation))
+    return partial(check_fits, options, TYPES, columns, _CHANGE, known)
 
 
 def _alter(connection: psycopg.Connection[Any], options: PostgresOptions, statement: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,6 +128,11 @@ class SqliteSink(DatabaseSink):
             lambda connection: target.read_definition(connection, self.options)
         )
         return checked(self.options, problems)
+
+    def target_check(self) -> Callable[[pa.Schema], None] | None:
+        if not Path(self.options.path).exists():
+            return None
+        return SqliteDatabase(self.options.path).ask(lambda connection: target.table_check(connection, self.options))
 
     def ready_target(self, schema: pa.Schema) -> None:
         with self._altering() as connection:

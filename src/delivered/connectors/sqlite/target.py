@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 import re
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import length_hint
 from typing import Any
 
@@ -40,6 +41,7 @@ from delivered.kits.sql.table import (
     marked,
     missing,
     new_mark,
+    untyped,
 )
 from delivered.model.errors import UsageError
 from delivered.model.ranges import RANGES
@@ -279,6 +281,25 @@ def add_columns(connection: sqlite3.Connection, options: SqliteOptions, schema: 
         if known is not None:
             values = (now.serialize().to_pybytes(), options.table)
             connection.execute("UPDATE _delivered_table SET arrow_schema = ? WHERE name = ?", values)
+
+
+def table_check(connection: sqlite3.Connection, options: SqliteOptions) -> Callable[[pa.Schema], None] | None:
+    """See `delivered.contract.sink.Sink.target_check`. Raises sqlite3.Error."""
+    columns = table_columns(connection, options.table)
+    return partial(_check_table, options, columns, stored_schema(connection, options.table)) if columns else None
+
+
+def _check_table(
+    options: SqliteOptions, columns: dict[str, str | None], known: pa.Schema | None, schema: pa.Schema
+) -> None:
+    schema = stored(options.write, TYPES.plain_schema(schema))
+    skipped = [f for f in schema if untyped(f) and columns.get(f.name.lower()) is not None]
+    if options.merge_schema:
+        skipped += absent(options, pa.schema([f for f in schema if f.name.lower() not in columns]), columns)
+    compare(options, pa.schema([f for f in schema if f not in skipped]), columns)
+    if known is not None and not any(map(untyped, schema)):
+        check = extended if options.merge_schema else check_known
+        check(options, known, TYPES.canonical_schema(schema), _RECOVERY_ACTION)
 
 
 def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str | None]) -> None:

@@ -7,7 +7,7 @@ with: see `Sink.schema_columns`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -288,6 +288,10 @@ class FormattedSink(Sink):
                     "COLUMN_TYPE.SCHEMA", owner=self.owner, column=side.column, kind=kind, format=side.format
                 )
         self.sink.check_schema(self._encoded_schema(schema))
+
+    def target_check(self) -> Callable[[pa.Schema], None] | None:
+        check = self.sink.target_check()
+        return None if check is None else lambda schema: check(self._encoded_schema(schema))
 
     def ready_target(self, schema: pa.Schema) -> None:
         self.sink.ready_target(self._encoded_schema(schema))

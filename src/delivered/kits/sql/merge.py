@@ -27,7 +27,18 @@ import pyarrow as pa
 from delivered.contract.sink import LeftOutRow
 from delivered.contract.source import Finding
 from delivered.kits.sql.database import C, Connection, Database, Definition, Dialect, listed, quoted, scope_values
-from delivered.kits.sql.table import TableOptions, Types
+from delivered.kits.sql.table import (
+    Column,
+    ServerOptions,
+    ServerTypes,
+    TableOptions,
+    Types,
+    absent,
+    check_known,
+    compare,
+    extended,
+    untyped,
+)
 from delivered.model.capability import OnConflict, WriteMode
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.identity import Scope, Work
@@ -46,6 +57,28 @@ ROUND = "__delivered_round"
 def stored(mode: WriteMode, schema: pa.Schema) -> pa.Schema:
     """The columns that are stored in the table."""
     return pa.schema([f for f in schema if f.name not in (mode.delete, mode.expected)])
+
+
+def check_fits(
+    options: ServerOptions,
+    types: ServerTypes,
+    columns: Mapping[str, Column],
+    change: str,
+    known: tuple[pa.Schema, str] | None,
+    schema: pa.Schema,
+) -> None:
+    """Check rows against the table that is there, as a start does. See `delivered.contract.sink.Sink.target_check`.
+
+    Args:
+        change: see `compare`.
+        known: what was written before, and the next step if the rows differ from it; None: nothing was.
+    """
+    kept = stored(options.write, types.plain_schema(schema))
+    fresh = absent(options, kept, columns) if options.merge_schema else []
+    compare(options, types, pa.schema([f for f in kept if f not in fresh]), columns, change)
+    if known is not None and not any(map(untyped, kept)):
+        check = extended if options.merge_schema else check_known
+        check(options, known[0], types.canonical_schema(kept), known[1])
 
 
 def check_columns(mode: WriteMode, schema: pa.Schema, types: Types) -> None:

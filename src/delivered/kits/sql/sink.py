@@ -233,6 +233,13 @@ class ServerSink(DatabaseSink):
             if name in found.computed:
                 raise column_computed(self.options.table_text, name)
 
+    def target_check(self) -> Callable[[pa.Schema], None] | None:
+        server: Server[Any] = self.parts["database"](self.options)
+        check: Callable[[pa.Schema], None] | None = server.ask(
+            lambda connection: self.parts["table_check"](connection, self.options)
+        )
+        return check
+
     def add_columns(self, schema: pa.Schema) -> None:
         if not self.options.merge_schema:
             return

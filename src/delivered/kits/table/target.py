@@ -36,7 +36,7 @@ import pyarrow.compute as pc
 from delivered.contract.source import Finding
 from delivered.kits.sql.merge import stored
 from delivered.kits.sql.sink import TableSink, refused
-from delivered.kits.sql.table import Types
+from delivered.kits.sql.table import Types, untyped
 from delivered.kits.table import FileTableOptions
 from delivered.kits.table.store import Store
 from delivered.kits.warm import WarmClients
@@ -54,6 +54,10 @@ _trials: WarmClients[Trial] = WarmClients(4)
 class FileTableSink(TableSink):
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
         return preflight(self.options, guarantee, lambda: self.parts["check"](self.options))
+
+    def target_check(self) -> Callable[[pa.Schema], None] | None:
+        check: Callable[[pa.Schema], None] | None = self.parts["table_check"](self.options)
+        return check
 
     def ready_target(self, schema: pa.Schema) -> None:
         self.parts["ready"](self.options, stored(self.options.write, schema))
@@ -164,6 +168,12 @@ def probe(store: Store, folder: str) -> None:
     store.remove([name])
 
 
+def comparable(types: TableTypes, schema: pa.Schema) -> pa.Schema:
+    """The canonical columns, for `compare`; those of an unknown type stay as they are."""
+    known = types.canonical_schema(pa.schema([f for f in schema if not untyped(f)]))
+    return pa.schema([f if untyped(f) else known.field(f.name) for f in schema])
+
+
 def compare(
     options: FileTableOptions, there: pa.Schema, schema: pa.Schema, partitions: Collection[str], *, adds: bool = False
 ) -> list[pa.Field]:
@@ -184,7 +194,8 @@ def compare(
         known = lower.get(field.name.lower(), field.name)
         if known != field.name and field in missing:
             raise UsageError("COLUMN_CASE.TABLE", column=field.name, known=known, where=options.where)
-        if field not in missing and not there.field(field.name).type.equals(field.type):
+        fits = untyped(field) or field in missing or there.field(field.name).type.equals(field.type)
+        if not fits:
             raise UsageError(
                 "COLUMN_TYPE.TABLE",
                 column=field.name,

@@ -1,0 +1,128 @@
+"""What a plan says of a transform's SQL, and of its columns at every sink, without Spark: what a start would refuse.
+
+Only what is certain is refused. What only Spark can tell is a finding, `SQL_UNCHECKED`, and left to `run`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pyarrow as pa
+
+from delivered.contract.source import Finding
+from delivered.model.errors import DeliveredError, UsageError
+from delivered.pipeline.definition import Definition
+from delivered.pipeline.endpoint import Endpoint, Item, Projection
+from delivered.pipeline.sql import UNKNOWN, SqlFacts, check_sql, is_readable
+
+UNCHECKED = "SQL_UNCHECKED"
+_HARMLESS = re.compile(
+    r"spark\.sql\.(shuffle|streaming|execution|adaptive|files|ansi\.enabled$|session\.timeZone)", re.IGNORECASE
+)
+"""Settings that change neither grammar nor names nor types."""
+_STAND_INS = (pa.string(), pa.binary(), pa.int64(), pa.bool_(), pa.timestamp("us", "UTC"))
+"""Types in the place of an unknown one: what a sink refuses for each of them, with the same words, it refuses."""
+
+
+def checked_columns(pipeline: Definition) -> tuple[Finding, ...]:
+    """Findings about the SQL and the columns that reach each sink. Asks sinks for their tables; changes nothing."""
+    transform = pipeline.transform
+    unknown = transform.kind == "python" or (transform.kind == "arrow" and transform.function is not None)
+    if unknown or any(e.is_spark_own for e in pipeline.sources.values()):
+        return ()
+    try:
+        sources = {n: e.source().planned().schema() for n, e in pipeline.sources.items()}
+        if transform.kind != "sql":
+            columns: pa.Schema | None = projected(
+                next(iter(sources.values())), Projection(tuple(map(Item, transform.select)))
+            )
+        else:
+            facts = _sql(pipeline, sources)
+            if facts.error is not None:
+                return (Finding.refusal(facts.error),)
+            if facts.doubt:
+                return (Finding.build(UNCHECKED, refuses=False, reason=facts.doubt),)
+            if facts.aggregates and pipeline.output_mode == "append" and pipeline.dedup is None:
+                return (Finding.refusal(UsageError("OUTPUT_MODE.AGGREGATES")),)
+            columns = facts.columns
+        for endpoint in pipeline.sinks if columns is not None else ():
+            _check(endpoint, projected(columns, endpoint.projection))
+    except UsageError as error:
+        return (Finding.refusal(error),)
+    except DeliveredError:
+        return ()  # a server went away meanwhile: the start reports it
+    return ()
+
+
+def _sql(pipeline: Definition, sources: Mapping[str, pa.Schema]) -> SqlFacts:
+    if not is_readable():
+        return SqlFacts(doubt="the package sqlglot is not installed")
+    return check_sql(pipeline.transform.sql, sources, builtin=_is_builtin(pipeline))
+
+
+def _is_builtin(pipeline: Definition) -> bool:
+    """Whether the pipeline's session has Spark's own functions, tables and grammar, and no others."""
+    if {"SPARK_REMOTE", "PYSPARK_GATEWAY_PORT"} & os.environ.keys() or (pipeline.master or "local").startswith("sc:"):
+        return False
+    settings = {**spark_defaults(), **pipeline.conf}
+    return not any(k.startswith(("spark.sql.", "spark.remote")) and not _HARMLESS.match(k) for k in settings)
+
+
+def spark_defaults() -> dict[str, str]:
+    """Spark's configuration file: a key and a value on each line, with blanks or an equals sign between them."""
+    folder = os.environ.get("SPARK_CONF_DIR") or f"{os.environ.get('SPARK_HOME', '')}/conf"
+    try:
+        text = (Path(folder) / "spark-defaults.conf").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    lines = (re.split(r"[\s=]+", x.strip(), maxsplit=1) for x in text.splitlines() if not x.lstrip().startswith("#"))
+    return {words[0]: words[1] for words in lines if len(words) > 1}
+
+
+def projected(columns: pa.Schema, projection: Projection) -> pa.Schema:
+    """The columns that one sink gets.
+
+    Raises:
+        UsageError: it names a column that the rows do not have.
+    """
+    types = {f.name.lower(): f.type for f in columns}
+    for item in projection.items:
+        if item.sql is None and item.name.lower() not in types:
+            raise UsageError("SELECT_COLUMN.PLAN", column=item.name, names=", ".join(columns.names))
+    kinds = [(i.name, types[i.name.lower()] if i.sql is None else UNKNOWN) for i in projection.items]
+    return pa.schema(kinds) if kinds else columns
+
+
+def _check(endpoint: Endpoint, columns: pa.Schema) -> None:
+    """Raises UsageError: a start would refuse the columns."""
+    sink = endpoint.sink()
+    _certain(sink.check_schema, columns)
+    if UNKNOWN not in columns.types:
+        sink.check_rows(columns)
+    if (check := sink.target_check()) is not None:
+        check(columns)
+
+
+def _certain(check: Callable[[pa.Schema], None], columns: pa.Schema) -> None:
+    """Raises UsageError: the check does, whatever the unknown types are."""
+    errors = []
+    for schema in _possible(columns):
+        try:
+            check(schema)
+        except UsageError as error:
+            errors.append(error)
+            continue
+        return
+    if len({e.message for e in errors}) == 1:
+        raise errors[0]
+
+
+def _possible(columns: pa.Schema) -> Iterator[pa.Schema]:
+    if UNKNOWN not in columns.types:
+        yield columns
+        return
+    for kind in _STAND_INS:
+        yield pa.schema([f.with_type(kind) if f.type == UNKNOWN else f for f in columns])

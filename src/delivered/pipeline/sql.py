@@ -1,0 +1,408 @@
+"""What is known of a transform's SQL without Spark, in milliseconds: that it cannot run, or which columns it gives.
+
+Spark's own parser needs a JVM, and its analysis a session: 5 s. Here sqlglot reads the text in Spark's dialect, and an
+answer has three values (decision 102): wrong, for reasons that no version of Spark known here gets around; fine, as far
+as names and functions go; or in doubt, where only Spark can tell. What is wrong must be certain.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from delivered.model.errors import UsageError
+
+if TYPE_CHECKING:
+    from sqlglot import exp
+    from sqlglot.tokens import Token
+
+KNOWN_SPARK = (4, 3)
+"""Newest version whose keywords and functions stand here: a later one may know more."""
+
+_KEYWORDS_TEXT = """
+add after aggregate align all alter always analyze and anti any any_value apply approx archive array as asc
+asensitive asof at atomic authorization auto begin bernoulli between bigint bin bin_distribute_ratio bin_end
+bin_start binary binding boolean both bucket buckets by byte cache call called cascade case cast catalog catalogs
+cdc change changes char character check clear close cluster clustered codegen collate collation collations
+collection column columns comment commit compact compactions compensation compute concatenate condition constraint
+contains continue cost create cross cube current current_database current_date current_path current_schema
+current_time current_timestamp current_user cursor data database databases date date_add date_diff dateadd datediff
+day dayofyear days dbproperties dec decimal declare default default_path defined definer delay delete delimited desc
+describe deterministic dfs directories directory distance distinct distribute div do double drop else elseif end
+enforced error escape escaped evolution exact except exchange exclude exclusive execute exists exit explain export
+extend extended external extract false fetch fields fileformat filter first float flow following for foreign format
+formatted found from full function functions generated geography geometry global grant group grouping handler having
+history hour hours identified identifier identity if ignore ilike immediate import in include inclusive increment
+index indexes inner inpath input inputformat insensitive insert int integer intersect interval into invoker is items
+iterate join json json_table key keys language last lateral lazy leading leave left level like limit lines list load
+local localtime location lock locks logical long loop macro map match_condition matched materialized max measure
+merge metrics microsecond microseconds millisecond milliseconds minus minute minutes modifies month months msck name
+namespace namespaces nanosecond nanoseconds natural nearest next no none norely not null nulls numeric of offset on
+only open option options or order ordinality out outer outputformat over overlaps overlay overwrite partition
+partitioned partitions path percent pivot placing position preceding primary principals procedure procedures
+properties purge qualify quarter query range read reads real recordreader recordwriter recover recursion recursive
+reduce references refresh rely rename repair repeat repeatable replace reset respect restrict return returns revoke
+right role roles rollback rollup row rows scd schema schemas second seconds security select semi separated sequence
+serde serdeproperties session_user set sets short show similarity single skewed smallint some sort sorted source
+specific sql sqlexception sqlstate start statistics stored stratify stream streaming string struct substr substring
+sync system system_path system_time system_version table tables tablesample target tblproperties terminated then
+time timediff timestamp timestamp_ltz timestamp_ntz timestampadd timestampdiff tinyint to touch track trailing
+transaction transactions transform trim true truncate try_cast type unarchive unbounded uncache uniform union unique
+unknown unlock unnest unpivot unset until update use user using value values var varchar variable variant version
+view views void watermark week weeks when where while width window with within without x year years zone
+"""
+_KEYWORDS = frozenset(_KEYWORDS_TEXT.split())
+"""Of Spark's grammar (SQLKeywordUtils.keywords); most of them may be names, too."""
+_SQL_ONLY_TEXT = """
+approx_top_k approx_top_k_accumulate approx_top_k_combine approx_top_k_estimate from_avro from_protobuf len
+luhn_check mod percentile_cont percentile_disc python_worker_logs schema_of_avro space sql_keywords to_avro
+to_protobuf variant_explode variant_explode_outer
+"""
+_SQL_ONLY = frozenset(_SQL_ONLY_TEXT.split())
+"""Functions of SQL that `pyspark.sql.functions` has not."""
+_STARTS = ("SELECT", "WITH", "FROM", "VALUES", "TABLE")
+_CLAUSES = ("FROM", "WHERE", "GROUP", "ORDER", "HAVING", "LIMIT", "JOIN", "UNION")
+_NAMES = frozenset(("source", "value", "key", "topic"))
+"""Keywords that are names in a query over a source."""
+_UNITS_TEXT = """
+year years yearofweek yr quarter qtr month mon week weeks day days d dayofweek dow doy hour hours h minute min m
+second seconds sec s millisecond ms microsecond us nanosecond epoch
+"""
+_UNITS = frozenset(_UNITS_TEXT.split())
+"""Words that functions of time take where a column could stand."""
+_GENERATED = frozenset(["col", "pos", "key", "value", *(f"col{i}" for i in range(100)), *(f"c{i}" for i in range(100))])
+"""Columns that table functions and VALUES name themselves."""
+
+UNKNOWN = pa.null()
+"""Type of a column of which only Spark can tell."""
+_TYPES: Mapping[str, pa.DataType] = {
+    "BOOLEAN": pa.bool_(),
+    "TINYINT": pa.int8(),
+    "SMALLINT": pa.int16(),
+    "INT": pa.int32(),
+    "BIGINT": pa.int64(),
+    "FLOAT": pa.float32(),
+    "DOUBLE": pa.float64(),
+    "TEXT": pa.string(),
+    "BINARY": pa.binary(),
+    "DATE": pa.date32(),
+    "TIMESTAMPTZ": pa.timestamp("us", "UTC"),
+    "TIMESTAMPNTZ": pa.timestamp("us"),
+}
+"""By sqlglot's names, which are those of several dialects."""
+
+
+@dataclass(frozen=True)
+class SqlFacts:
+    """
+    Attributes:
+        error: why it cannot run; None: no reason is known.
+        doubt: what only Spark can tell; empty: nothing. The rest is then a guess.
+        columns: of its rows; a type may be `UNKNOWN`. None: unknown.
+        aggregates: it aggregates a source over all of its records.
+    """
+
+    error: UsageError | None = None
+    doubt: str = ""
+    columns: pa.Schema | None = None
+    aggregates: bool = False
+
+
+def is_readable() -> bool:
+    """Whether the library is there that reads SQL without Spark."""
+    return find_spec("sqlglot") is not None
+
+
+def check_sql(sql: str, sources: Mapping[str, pa.Schema], *, builtin: bool) -> SqlFacts:
+    """
+    Args:
+        sources: columns by the name of the view.
+        builtin: the session has Spark's own functions, tables and grammar, and no others.
+    """
+    if not builtin:
+        return SqlFacts(doubt="the session is configured to know more, or other, functions and tables")
+    facts = _Query(sql, sources).facts()
+    if facts.error is not None and _spark_version() > KNOWN_SPARK:
+        return SqlFacts(doubt=facts.error.message)
+    return facts
+
+
+@cache
+def _spark_version() -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in version("pyspark").split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        return (99,)
+
+
+@cache
+def _functions() -> frozenset[str]:
+    """Names that may be functions; empty: pyspark is not installed. Imports nothing of it."""
+    spec = find_spec("pyspark")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    text = (Path(spec.origin).parent / "sql" / "functions" / "builtin.py").read_text(encoding="utf-8")
+    return _SQL_ONLY | {name.lower() for name in re.findall(r"^(?:def )?(\w+)(?:\(| = )", text, re.MULTILINE)}
+
+
+class _Query:
+    """One text over the views of the sources."""
+
+    def __init__(self, sql: str, sources: Mapping[str, pa.Schema]) -> None:
+        self._sql = sql
+        self._shown = sources
+        self._sources = {name.lower(): schema for name, schema in sources.items()}
+        self._columns = {column.lower(): column for schema in sources.values() for column in schema.names}
+
+    def facts(self) -> SqlFacts:
+        from sqlglot import exp
+        from sqlglot.dialects.spark import Spark
+        from sqlglot.errors import SqlglotError
+
+        try:
+            words = [_Word.of(token) for token in Spark().tokenize(self._sql)]
+        except SqlglotError as why:
+            unclosed = self._unclosed()
+            return SqlFacts(error=unclosed, doubt="" if unclosed else str(why))
+        if (wrong := self._wrong_words(words)) is not None:
+            return SqlFacts(error=wrong)
+        try:
+            trees = Spark().parse(self._sql)
+        except SqlglotError as why:
+            return SqlFacts(doubt=_ESCAPES.sub("", str(why)).partition("\n")[0])
+        if len(trees) != 1 or not isinstance(trees[0], exp.Query):
+            return SqlFacts(doubt="it is no query")
+        tree = trees[0]
+        names = _Names.of(tree)
+        problems = (
+            self._unknown_function(words, names),
+            *(self._unknown_view(table, names) for table in tree.find_all(exp.Table)),
+            *(self._unknown_column(column, names) for column in tree.find_all(exp.Column)),
+        )
+        error = next((p for p in problems if isinstance(p, UsageError)), None)
+        doubts = [p for p in problems if isinstance(p, str)] + [odd for odd in (_odd(words),) if odd]
+        if doubts:  # what made them may explain the error, too
+            return SqlFacts(doubt=doubts[0])
+        return SqlFacts(error, columns=self._result(tree, names), aggregates=self._aggregates(tree))
+
+    def _wrong(self, condition: str, name: str, start: int, near: Collection[str] = (), hint: str = "") -> UsageError:
+        line, at = self._sql.count("\n", 0, start) + 1, start - self._sql.rfind("\n", 0, start)
+        views = "; ".join(f"the view `{n}` has the columns {', '.join(s.names)}" for n, s in self._shown.items())
+        return UsageError(
+            condition,
+            name=name,
+            line=line,
+            position=at,
+            sql=self._sql.strip(),
+            hint=hint or _did_you_mean(name, near),
+            views=views,
+        )
+
+    def _unclosed(self) -> UsageError | None:
+        """A quote, or a comment, that the text opens and does not close."""
+        rest = _QUOTED.sub(lambda match: " " * len(match[0]), self._sql)
+        opened = re.search(r"['\"`]|/\*", rest)
+        if opened is None or _RAW.search(self._sql):
+            return None
+        return self._wrong("SQL_INVALID.UNCLOSED", opened[0], opened.start())
+
+    def _wrong_words(self, words: list[_Word]) -> UsageError | None:
+        """What no grammar of Spark's allows, whatever the names mean."""
+        first = next((w for w in words if w.text != "("), None)
+        if first is None:
+            return self._wrong("SQL_INVALID.EMPTY", "", 0)
+        if first.is_plain:
+            return self._wrong("SQL_INVALID.START", first.text, first.start, _STARTS)
+        depth = 0
+        for word in words:
+            depth += (word.text == "(") - (word.text == ")")
+            if depth < 0:
+                return self._wrong("SQL_INVALID.PARENTHESIS", ")", word.start)
+        if depth:
+            last = [w for w in words if w.text == "("][-1]
+            return self._wrong("SQL_INVALID.PARENTHESIS", "(", last.start)
+        if "/*+" in self._sql:  # words of hints
+            return None
+        for one, two, three in zip(words, words[1:], words[2:], strict=False):
+            outer = all(w.is_plain or w.lower in _NAMES for w in (one, three))
+            if two.is_plain and outer:
+                hint = _did_you_mean(two.text, _CLAUSES)
+                return self._wrong("SQL_INVALID.WORDS", f"{one.text} {two.text} {three.text}", one.start, hint=hint)
+        return None
+
+    def _unknown_function(self, words: list[_Word], names: _Names) -> UsageError | None:
+        known = _functions()
+        for before, word, after in zip([None, *words], words, words[1:], strict=False):
+            called = word.is_name and not word.quoted and after.text == "(" and (before is None or before.text != ".")
+            if called and known and word.lower not in known | _KEYWORDS | names.given:
+                return self._wrong("SQL_INVALID.FUNCTION", word.text, word.start, known)
+        return None
+
+    def _unknown_view(self, table: exp.Table, names: _Names) -> UsageError | str | None:
+        name = table.name
+        if not name or name.lower() in _KEYWORDS - _NAMES or table.args.get("db") is not None:
+            return f"it reads {table.sql('spark')}"
+        if name.lower() in self._sources or name.lower() in names.queries:
+            return None
+        return self._wrong("SQL_INVALID.VIEW", name, _start(table.this), list(self._shown))
+
+    def _unknown_column(self, column: exp.Column, names: _Names) -> UsageError | str | None:
+        from sqlglot import exp
+
+        name, of = column.name, column.table.lower()
+        if not name or name == "*" or (of and of not in self._sources) or of in self._columns:
+            return None
+        if isinstance(column.parent, exp.Kwarg) and column.arg_key == "this":
+            return None
+        if name.lower() in self._columns or name.lower() in names.given:
+            return None
+        if names.opaque or name.lower() in _GENERATED | _UNITS | _KEYWORDS | _functions() | {"_metadata"}:
+            return f"it reads a column {name}"
+        return self._wrong("SQL_INVALID.COLUMN", name, _start(column.this), list(self._columns.values()))
+
+    def _result(self, tree: exp.Query, names: _Names) -> pa.Schema | None:
+        """Columns of its rows, where each is named, or is one of the only source."""
+        from sqlglot import exp
+
+        tables = list(tree.find_all(exp.Table))
+        if not isinstance(tree, exp.Select) or len(tables) != 1 or names.queries or names.opaque:
+            return None
+        source = self._sources.get(tables[0].name.lower())
+        if source is None or tree.find(exp.Subquery, exp.Lateral, exp.Join):
+            return None
+        types = {f.name.lower(): f.type for f in source}
+        fields: list[pa.Field] = []
+        for item in tree.expressions:
+            star = item.this if isinstance(item, exp.Column) else item
+            if isinstance(star, exp.Star):
+                if any(star.args.values()):
+                    return None
+                fields += source
+            elif isinstance(item, exp.Column) and item.name.lower() in types and not item.table:
+                fields.append(pa.field(item.name, types[item.name.lower()]))
+            elif isinstance(item, exp.Alias) and item.alias:
+                fields.append(pa.field(item.alias, _type(item.this, types)))
+            else:
+                return None
+        return pa.schema(fields)
+
+    def _aggregates(self, tree: exp.Query) -> bool:
+        """Whether it is certain that rows of a source are aggregated, by groups of all records or over all of them."""
+        from sqlglot import exp
+
+        if not isinstance(tree, exp.Select) or tree.find(exp.Subquery, exp.Join, exp.CTE, exp.Window):
+            return False
+        tables = list(tree.find_all(exp.Table))
+        if len(tables) != 1 or tables[0].name.lower() not in self._sources:
+            return False
+        return any(item.find(exp.Count, exp.Sum, exp.Avg, exp.Min, exp.Max) for item in tree.expressions)
+
+
+def _did_you_mean(name: str, near: Collection[str]) -> str:
+    close = get_close_matches(name.lower(), [n.lower() for n in near], n=1)
+    return f"did you mean {next(n for n in near if n.lower() == close[0])}? " if close else ""
+
+
+_QUOTED = re.compile(r"--[^\n]*|/\*.*?\*/|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|`[^`]*`", re.DOTALL)
+_ESCAPES = re.compile(r"\x1b\[\d*m")
+_RAW = re.compile(r"\br['\"]", re.IGNORECASE)
+_NAME = re.compile(r"[^\W\d]\w*")
+
+
+@dataclass(frozen=True)
+class _Word:
+    """
+    Attributes:
+        text: empty for a literal.
+        start: its place in the SQL, from 0.
+        is_name: a name, a keyword or a function.
+    """
+
+    text: str
+    start: int
+    is_name: bool
+    quoted: bool
+
+    @classmethod
+    def of(cls, token: Token) -> _Word:
+        from sqlglot.tokens import TokenType
+
+        quoted = token.token_type is TokenType.IDENTIFIER
+        literal = token.token_type in (TokenType.STRING, TokenType.NUMBER, TokenType.RAW_STRING)
+        text = "" if literal else token.text
+        return cls(text, token.start, _NAME.fullmatch(text) is not None, quoted)
+
+    @property
+    def lower(self) -> str:
+        return self.text.lower()
+
+    @property
+    def is_plain(self) -> bool:
+        """It can only be a name."""
+        return self.is_name and not self.quoted and self.lower not in _KEYWORDS
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names that a query gives, in lower case.
+
+    Attributes:
+        given: to columns, tables, parameters and windows.
+        queries: to its common table expressions.
+        opaque: columns may come from elsewhere: a table function, a pivot.
+    """
+
+    given: frozenset[str]
+    queries: frozenset[str]
+    opaque: bool
+
+    @classmethod
+    def of(cls, tree: exp.Query) -> _Names:
+        from sqlglot import exp
+
+        given = {n.alias.lower() for n in tree.find_all(exp.Alias, exp.Table, exp.Subquery, exp.CTE, exp.Lateral)}
+        several = [
+            *tree.find_all(exp.TableAlias, exp.Aliases),
+            *(p for n in tree.find_all(exp.Lambda) for p in n.expressions),
+        ]
+        given |= {i.name.lower() for n in several for i in n.find_all(exp.Identifier)}
+        windows = [i for n in tree.find_all(exp.Window) for i in n.find_all(exp.Identifier) if i.parent is n]
+        given |= {i.name.lower() for i in windows}
+        sources = (exp.Lateral, exp.Values, exp.Pivot, exp.Unnest, exp.UDTF, exp.Explode, exp.Inline, exp.Posexplode)
+        opaque = tree.find(*sources) is not None or any(isinstance(t.this, exp.Func) for t in tree.find_all(exp.Table))
+        return cls(frozenset(given), frozenset(c.alias.lower() for c in tree.find_all(exp.CTE)), opaque)
+
+
+def _start(identifier: exp.Expression) -> int:
+    return int(identifier.meta.get("start") or 0)
+
+
+def _type(value: exp.Expression, columns: Mapping[str, pa.DataType]) -> pa.DataType:
+    """Of a column, or of a value with an explicit cast."""
+    from sqlglot import exp
+
+    if isinstance(value, exp.Column):
+        return columns.get(value.name.lower(), UNKNOWN) if not value.table else UNKNOWN
+    if isinstance(value, exp.Cast) and not value.to.expressions and not value.to.args.get("nested"):
+        return _TYPES.get(value.to.this.value if hasattr(value.to.this, "value") else "", UNKNOWN)
+    if isinstance(value, exp.Count):
+        return pa.int64()
+    return UNKNOWN
+
+
+def _odd(words: list[_Word]) -> str:
+    """What sqlglot accepts and Spark perhaps not."""
+    for one, two in pairwise(words):
+        if (one.text == "," or one.lower == "select") and (two.text.upper() in _CLAUSES or two.text == ")"):
+            return f"{two.text} follows {one.text}"
+    return ""

@@ -1,0 +1,167 @@
+"""What the plan says of SQL and its columns without Spark: what is certain is refused, nothing else."""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+import delivered
+from delivered.cli.main import app
+from delivered.connectors.log.produce import append
+from delivered.pipeline.sql import UNKNOWN, check_sql
+from delivered.planner import Plan, Refusal
+
+SOURCE = {
+    "source": pa.schema(
+        [
+            ("key", pa.binary()),
+            ("value", pa.binary()),
+            ("topic", pa.string()),
+            ("offset", pa.int64()),
+            ("timestamp", pa.timestamp("us", "UTC")),
+        ]
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("sql", "what", "hint"),
+    [
+        ("SELEC value FROM source", "starts with 'SELEC'", "did you mean SELECT?"),
+        ("SELECT value FORM source", "'value FORM source'", "did you mean FROM?"),
+        ("SELECT value FROM source WHRE a = 1", "'source WHRE a'", "did you mean WHERE?"),
+        ("SELECT upper(value FROM source", "'('", "close it"),
+        ("SELECT value) FROM source", "')'", "remove it"),
+        ("SELECT 'it FROM source", 'opens "\'"', "close it"),
+        ("SELECT vale FROM source", "'vale'", "did you mean value?"),
+        ("SELECT value FROM source\nWHERE source.topik = 'a'", "line 2, position 14", "did you mean topic?"),
+        ("SELECT uper(value) AS v FROM source", "'uper'", "did you mean upper?"),
+        ("SELECT value FROM sorce", "'sorce'", "did you mean source?"),
+        ("-- nothing", "is empty", "write a query"),
+    ],
+)
+def test_what_cannot_run_is_an_error(sql: str, what: str, hint: str) -> None:
+    error = check_sql(sql, SOURCE, builtin=True).error
+    assert error is not None
+    assert error.code == "DELIVERED_SQL_INVALID"
+    assert what in error.message
+    assert hint in str(error.next_step)
+    assert check_sql(sql, SOURCE, builtin=False).error is None, "another session may know more"
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT value, FROM source",
+        "SELECT FROM source",
+        "SELECT 4 >>> 1 AS n FROM source",
+        "SELECT nothing FROM source LATERAL VIEW explode(split(value, ',')) AS word",
+        "SELECT value FROM parquet.`/rows`",
+        "SHOW TABLES",
+        "SELECT value FROM source GROUP topic",
+    ],
+)
+def test_what_only_spark_can_tell_is_a_doubt(sql: str) -> None:
+    found = check_sql(sql, SOURCE, builtin=True)
+    assert found.error is None
+    assert found.doubt
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT value v FROM source s OFFSET 3",
+        "select Key, `value` from SOURCE where Topic = 'FORM a b' -- it's",
+        "SELECT transform(split(CAST(value AS STRING), ','), (x, i) -> concat(x, i)) AS words FROM source",
+        "WITH a AS (SELECT value AS v FROM source) SELECT v FROM a WHERE v IS NOT NULL",
+        "SELECT date_trunc('HOUR', timestamp) AS hour, extract(DAY FROM timestamp) AS day FROM source",
+        "SELECT from_json(CAST(value AS STRING), 'a INT').a AS a, current_timestamp AS now FROM source",
+        "SELECT count(*) OVER w AS n FROM source WINDOW w AS (PARTITION BY topic)",
+    ],
+)
+def test_what_spark_accepts_is_accepted(sql: str) -> None:
+    found = check_sql(sql, SOURCE, builtin=True)
+    assert (found.error, found.doubt) == (None, "")
+
+
+def test_columns_have_the_types_that_are_certain() -> None:
+    sql = (
+        "SELECT *, Key AS id, CAST(value AS STRING) AS text, upper(topic) AS up, count(*) AS n FROM source GROUP BY ALL"
+    )
+    found = check_sql(sql, SOURCE, builtin=True)
+    assert found.columns is not None
+    assert found.columns.types[5:] == [pa.binary(), pa.string(), UNKNOWN, pa.int64()]
+    assert found.aggregates
+    joined = check_sql("SELECT a.key FROM source a JOIN source b ON a.key = b.key", SOURCE, builtin=True)
+    assert (joined.columns, joined.aggregates) == (None, False)
+
+
+@pytest.fixture
+def orders(tmp_path: Path) -> Path:
+    append(str(tmp_path / "in"), pa.table({"key": [b"k"], "value": [b"v"]}))
+    with closing(sqlite3.connect(tmp_path / "out.db")) as connection:
+        connection.execute("CREATE TABLE orders (id INTEGER, text TEXT)")
+    return tmp_path
+
+
+def plan(folder: Path, sql: str | None, **more: object) -> Plan | Refusal:
+    return delivered.Pipeline(
+        name="orders",
+        guarantee="exactly_once",
+        checkpoint=folder / "checkpoint",
+        source=delivered.log(folder / "in"),
+        transform=sql,
+        sinks=[delivered.sqlite(folder / "out.db", table="orders", **more)],
+    ).plan()
+
+
+@pytest.mark.parametrize(
+    ("sql", "code"),
+    [
+        (None, "COLUMN_MISSING"),
+        ("SELECT CAST(key AS STRING) AS id FROM source", "COLUMN_TYPE"),
+        ("SELECT length(key) AS id, upper(value) AS words FROM source", "COLUMN_MISSING"),
+        ("SELECT vale AS id FROM source", "SQL_INVALID"),
+        ("SELECT count(*) AS id FROM source", "OUTPUT_MODE"),
+        ("SELECT length(key) AS id, CAST(value AS STRING) AS text FROM source", None),
+        ("SELECT length(key) AS id, upper(CAST(value AS STRING)) AS text FROM source", None),
+    ],
+)
+def test_columns_are_held_against_the_table_without_spark(orders: Path, sql: str | None, code: str | None) -> None:
+    answer = plan(orders, sql)
+    assert (answer.code if isinstance(answer, Refusal) else None) == code, answer
+
+
+def test_what_the_options_add_to_a_table_is_not_missing(orders: Path) -> None:
+    assert isinstance(plan(orders, "SELECT length(key) AS id, CAST(value AS STRING) AS more FROM source"), Refusal)
+    added = plan(orders, "SELECT length(key) AS id, CAST(value AS STRING) AS more FROM source", mergeSchema=True)
+    assert isinstance(added, Plan), added
+    picked = plan(orders, "SELECT length(key) AS id, value AS more FROM source", select=["id"])
+    assert isinstance(picked, Plan), picked
+    unknown = plan(orders, "SELECT length(key) AS id FROM source", select=["idd"])
+    assert isinstance(unknown, Refusal)
+    assert unknown.code == "SELECT_COLUMN"
+
+
+def test_the_command_asks_spark_only_in_doubt(orders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delivered.cli.run.quiet_spark", lambda *_: sys.exit(77))
+    file = orders / "orders.yaml"
+    file.write_text(
+        f"pipeline: orders\nguarantee: exactly_once\ncheckpoint: {orders / 'checkpoint'}\n"
+        f"source: {{format: log, path: {orders / 'in'}}}\n"
+        "transform: {sql: SELECT vale AS id FROM source}\n"
+        f"sinks: [{{format: sqlite, path: {orders / 'out.db'}, table: orders}}]\n"
+    )
+    wrong = CliRunner().invoke(app, ["plan", str(file)])
+    assert wrong.exit_code == 2
+    assert "did you mean value?" in wrong.output
+    right = CliRunner().invoke(app, ["plan", str(file), "-s", "transform.sql=SELECT length(key) AS id FROM source"])
+    assert right.exit_code == 0, right.output
+    doubtful = "transform.sql=SELECT id, FROM source"
+    assert CliRunner().invoke(app, ["plan", str(file), "-s", doubtful]).exit_code == 77
