@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 from tests.support.sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig, offsets
 from tests.support.sweeps import sweep
@@ -12,7 +13,7 @@ from delivered.engine.context import same_target
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.model.capability import Commit, Guarantee
-from delivered.model.errors import Fenced, LedgerBehind, Refused, TargetChanged
+from delivered.model.errors import Fenced, LedgerBehind, Refused, TargetChanged, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Target, Work
 from delivered.model.work import Account, Action, Decision, Failed, Ok, Owner, Prepared, Tolerance
@@ -43,6 +44,19 @@ def test_says_what_it_does(rig: Rig) -> None:
     assert can.commit in (Commit.TWO_PHASE, Commit.ONE_TRANSACTION)
     assert not [f for f in rig.sink.preflight(EXACT) if f.refuses]
     rig.sink.check_schema(SCHEMA)
+
+
+def test_a_plan_knows_which_columns_the_target_takes(rig: Rig) -> None:
+    """As a start would: no row is written to find out."""
+    rig.run(0)
+    if (check := rig.sink.target_check()) is None:
+        pytest.skip("any column that check_schema allows")
+    check(SCHEMA)
+    check(pa.schema([f.with_type(pa.null()) for f in SCHEMA]))
+    wrong = pa.schema([SCHEMA.field(0).with_type(pa.date32()), *list(SCHEMA)[1:]])
+    for schema in (SCHEMA.append(pa.field("more", pa.string())), wrong):
+        with pytest.raises(UsageError):
+            check(schema)
 
 
 @OVER_HTTP
