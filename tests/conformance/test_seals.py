@@ -37,6 +37,7 @@ STORES = [
     "postgres-one-transaction",
     "mysql-one-transaction",
     "rocketmq",
+    "pulsar",
 ]
 """Of every kind of ledger; RocketMQ's is kept in SQLite, as those of all queues."""
 QUICK = ["memory-two-phase", "sqlite", "files-json", "delta", "iceberg", "kafka", "postgres-one-transaction"]
@@ -103,7 +104,7 @@ def test_no_claim_decision_or_archive_touches_seals(
     monkeypatch.setattr(rules, "LEDGER_INCARNATIONS", 1)
     for module in (
         "kits.sql.ledger",
-        *(f"connectors.{s}.store" for s in ("files", "delta", "iceberg", "kafka", "memory")),
+        *(f"connectors.{s}.store" for s in ("files", "delta", "iceberg", "kafka", "memory", "pulsar")),
     ):
         monkeypatch.setattr(f"delivered.{module}.LEDGER_HISTORY_BATCHES", 2)
     monkeypatch.setattr("delivered.kits.table.shard.BLOCK_BATCHES", 1)
@@ -209,7 +210,7 @@ def _killed_server(name: str, request: pytest.FixtureRequest) -> tuple[Sink, Any
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", ["kafka", "postgres", "mysql"])
+@pytest.mark.parametrize("name", ["kafka", "postgres", "mysql", "pulsar"])
 def test_seals_survive_a_kill_of_their_server(name: str, request: pytest.FixtureRequest) -> None:
     sink, broker = _killed_server(name, request)
     sink.ready_target(SCHEMA)

@@ -38,6 +38,7 @@ STORES = {
     "kafka-librdkafka": 4,
     "postgres-one-transaction": 4,
     "mysql-one-transaction": 4,
+    "pulsar": 4,
 }
 """One sink per kind of store, and its number of histories."""
 DRIVERS, PROCESSES, STEPS = 2, 2, 25
@@ -310,7 +311,7 @@ def test_p33_pipelines_in_one_place_do_not_touch_each_others_ledgers(
 ) -> None:
     """Same names of sinks, incarnations and owners: no claim fences, archives or finds another's."""
     monkeypatch.setattr(rules, "LEDGER_INCARNATIONS", 1)
-    if name.startswith(("postgres", "mysql")):  # other tests' ledgers are in the same database
+    if name.startswith(("postgres", "mysql", "pulsar")):  # other tests' ledgers are in the same database or namespace
         monkeypatch.setattr(identity, "OTHERS_MAX", 10_000)
     sink, unique = in_one_place(SINKS[name](request)), f"n{next(_pipelines)}"
     sink.ready_target(SCHEMA)

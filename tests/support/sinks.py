@@ -221,6 +221,14 @@ def _rocketmq(request: pytest.FixtureRequest) -> Sink:
     return find_sink("rocketmq", server.transactions(server.topic("TRANSACTION"), folder))
 
 
+def _pulsar(request: pytest.FixtureRequest) -> Sink:
+    """With its ledger in Pulsar."""
+    from delivered.connectors.pulsar import CONNECTOR as PULSAR
+
+    pulsar: Any = request.getfixturevalue("pulsar")
+    return PULSAR.sink({**pulsar.options, "topic": pulsar.topic()})
+
+
 SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "memory-two-phase": lambda request: _memory(request, "two_phase"),
     "memory-one-transaction": lambda request: _memory(request, "one_transaction"),
@@ -238,6 +246,7 @@ SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "postgres-one-transaction": lambda request: _postgres(request, "one_transaction"),
     "postgres-two-phase": lambda request: _postgres(request, "two_phase"),
     "mysql-one-transaction": lambda request: _mysql(request, "one_transaction"),
+    "pulsar": _pulsar,
     "rocketmq": _rocketmq,
     "mysql-two-phase": lambda request: _mysql(request, "two_phase"),
 }

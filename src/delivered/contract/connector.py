@@ -45,7 +45,8 @@ class Connector:
         extra: pip extra that installs the client library.
         sources: set if the system is replayable.
         queues: set if the system deletes acknowledged messages: receivers write them to a log, which is the source.
-        external_ledger: the system cannot hold a ledger; the option `ledger` names a SQLite file that does.
+        external_ledger: the option `ledger` names a SQLite file that holds the ledger, as the system cannot.
+        holds_ledger: it can, too: the option is not required.
         transactions: the option with which its sinks can prepare a batch; empty: they always can; None: they cannot.
         key_table: its sinks can store a dedup's keys. Both feed the alternatives that refusals list.
         messaging: the system is a message broker; OpenTelemetry's conventions for messaging apply.
@@ -58,6 +59,7 @@ class Connector:
     sinks: Factory | None = None
     queues: Factory | None = None
     external_ledger: bool = False
+    holds_ledger: bool = False
     transactions: str | None = None
     key_table: bool = False
     messaging: bool = False
@@ -114,7 +116,7 @@ class Connector:
             raise UsageError(
                 "NOT_A_SINK.CONNECTOR" if self.instead else "NOT_A_SINK.OTHER", name=self.name, instead=self.instead
             )
-        if self.external_ledger and ledgers is None:
+        if self.external_ledger and ledgers is None and not self.holds_ledger:
             raise Refused("LEDGER_ELSEWHERE", name=self.name)
         from delivered.contract.sink import Sink
 

@@ -136,4 +136,4 @@ def _sink(found: Connector, options: Mapping[str, str]) -> Sink:
     from delivered.connectors.sqlite.store import SqliteLedgers
 
     parsed: Any = found.sinks.options.parse(options)
-    return found.sink(options, SqliteLedgers(parsed.ledger))
+    return found.sink(options, None if parsed.ledger is None else SqliteLedgers(parsed.ledger))

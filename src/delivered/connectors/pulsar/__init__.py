@@ -16,9 +16,9 @@ from delivered.connectors.pulsar.positions import (
 )
 from delivered.contract.connector import Connector, Factory
 from delivered.kits.options import (
+    DATABASE_FILE,
     TlsOptions,
     data_loss_option,
-    external_ledger,
     headers_option,
     message_id_columns,
     not_blank,
@@ -205,7 +205,7 @@ class PulsarSinkOptions(Place, owner=SINK):
         topic: full name.
         bytes_max: of one message; None: larger ones are chunked.
         schema: AVRO or JSON for a struct value; None: value is bytes.
-        ledger: path of a SQLite file.
+        ledger: path of a SQLite file; None: in topics of Pulsar.
     """
 
     topic: str = several(
@@ -240,7 +240,18 @@ class PulsarSinkOptions(Place, owner=SINK):
         shown="bytes",
     )
     message_id_columns: tuple[str, ...] = message_id_columns()
-    ledger: str = external_ledger()
+    ledger: str | None = option(
+        "ledger",
+        "SQLite file on the driver that holds the ledger; without it, topics next to the sink's hold it.",
+        DATABASE_FILE,
+        default=None,
+        example="/data/ledger.db",
+    )
+
+    @property
+    def namespace(self) -> str:
+        """`persistent://tenant/namespace`."""
+        return self.topic.rpartition("/")[0]
 
     @property
     def label(self) -> str:
@@ -264,5 +275,6 @@ CONNECTOR = Connector(
     sources=Factory(SourceOptions, "delivered.connectors.pulsar.source:PulsarSource"),
     sinks=Factory(PulsarSinkOptions, "delivered.connectors.pulsar.sink:PulsarSink"),
     external_ledger=True,
+    holds_ledger=True,
     messaging=True,
 )

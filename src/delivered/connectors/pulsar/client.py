@@ -209,6 +209,10 @@ class NotPlaced(Unreachable):
     """A broker could not store a subscription's cursor; retriable."""
 
 
+class Existing(DeliveredError):
+    """What was to be created exists."""
+
+
 class Admin:
     """Keeps connections open between requests. Not thread-safe."""
 
@@ -235,6 +239,18 @@ class Admin:
             )
         except Missing:
             return 0
+
+    def create(self, topic: str) -> None:
+        """Create a topic without partitions, unless it exists. Raises UsageError: only administrators may."""
+        with suppress(Existing):
+            self._ask("PUT", self._path(topic), {})
+
+    def topics(self, namespace: str) -> list[str]:
+        """Full names of topics. Args: namespace: `persistent://tenant/namespace`."""
+        try:
+            return self._read(self._path(namespace), lambda a: [name.value(str) for name in a.each()])
+        except Missing:
+            return []
 
     def bounds(self, physical: str) -> Bounds:
         """Raises UsageError if the topic does not exist. This does not create it, as the client would."""
@@ -311,7 +327,7 @@ class Admin:
         path = f"{self._path(physical)}/subscription/{quote(subscription, safe='')}"
         body = {"ledgerId": to.ledger, "entryId": to.entry, "partitionIndex": -1, "excluded": True}
         if not exists:
-            with suppress(NotPlaced):  # then it was created, at the end
+            with suppress(NotPlaced, Existing):  # then it was created, at the end
                 self._ask("PUT", path, body)
                 return
         self._ask("POST", f"{path}/resetcursor", body)
@@ -384,6 +400,8 @@ class Admin:
             return not_permitted(
                 self._options, f"{self._options.admin_url} does not permit {path}: {code}, {detail.rstrip('.')}"
             )
+        if code == 409:
+            return Existing("PULSAR_ADMIN", admin_url=self._options.admin_url, number=code, url=url, detail=detail)
         if code >= 500:
             return self._unreachable(f"{code} {detail}")
         if code == 412 and "unable to persist" in detail:

@@ -35,10 +35,10 @@ from delivered.kits.schemas.values import (
     is_list,
     plain,
 )
-from delivered.ledger import Ledgers
+from delivered.ledger import Ledgers, Store
 from delivered.model.capability import Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
-from delivered.model.identity import Work
+from delivered.model.identity import Scope, Work
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.source import HEADERS
 
@@ -48,7 +48,14 @@ _COLUMNS = ("key", "value", "headers", "event_time", "message_id")
 @dataclass(frozen=True)
 class PulsarSink(MessageSink):
     options: PulsarSinkOptions
-    ledgers: Ledgers
+    ledgers: Ledgers | None = None  # type: ignore[assignment]
+
+    def store(self, scope: Scope) -> Store:
+        if self.ledgers is not None:
+            return self.ledgers.store(scope)
+        from delivered.connectors.pulsar.store import PulsarStore  # tasks do without it
+
+        return PulsarStore(self.options, self.options.namespace, scope)
 
     def capability(self) -> SinkCapability:
         return sends(
@@ -56,12 +63,16 @@ class PulsarSink(MessageSink):
             mechanism="acknowledged by the broker",
             no_position="",
             send=f"pulsar {self.options.label}: every message acknowledged by the broker",
-            assumes=(f"the ledger {self.options.ledger} is kept as long as the checkpoint",),
+            assumes=(f"the ledger {self._ledger} is kept as long as the checkpoint",),
             limits=(
                 "a replayed batch with the same rows in the same order has the same properties delivered.id, so that "
                 "readers can detect duplicates",
             ),
         )
+
+    @property
+    def _ledger(self) -> str:
+        return self.options.ledger or f"in Pulsar, in topics of {self.options.namespace.partition('://')[2]},"
 
     def _look(self, guarantee: Guarantee) -> Sequence[Finding]:
 
