@@ -188,6 +188,22 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Policies:
+    """
+    Attributes:
+        keeps_all: acknowledged messages are retained without bounds.
+        ttl_s: after which unread messages are acknowledged; 0: never.
+        evicts: messages are acknowledged for subscriptions with too large a backlog.
+        expiry_min: after which subscriptions without consumers are deleted; 0: never.
+    """
+
+    keeps_all: bool
+    ttl_s: int
+    evicts: bool
+    expiry_min: int
+
+
+@dataclass(frozen=True)
 class Registered:
     """A version of a topic's schema.
 
@@ -251,6 +267,32 @@ class Admin:
             return self._read(self._path(namespace), lambda a: [name.value(str) for name in a.each()])
         except Missing:
             return []
+
+    def policies(self, topic: str) -> Policies:
+        """As they apply to a topic; to its namespace, if there is no such topic yet, without the brokers' defaults.
+
+        Raises:
+            UsageError: only administrators may see them.
+        """
+        namespace = "/admin/v2/namespaces/" + "/".join(topic.partition("://")[2].split("/")[:2])
+
+        def read(name: str, *, of_topic: bool = True) -> JsonAnswer:
+            paths = [f"{self._path(topic)}/{name}?applied=true"] * of_topic + [f"{namespace}/{name}"]
+            for path in paths:
+                with suppress(Missing):
+                    return self._read(path, lambda a: a)
+            return JsonAnswer.of(None)
+
+        retention = read("retention")
+        kept = None if retention.value(dict, None) is None else retention
+        quotas = JsonAnswer.of(read("backlogQuotaMap").value(dict, {})).named().values()
+        return Policies(
+            keeps_all=kept is not None
+            and (kept.take("retentionTimeInMinutes", int), kept.take("retentionSizeInMB", int)) == (-1, -1),
+            ttl_s=read("messageTTL").value(int, 0),
+            evicts=any(q.take("policy", str, "") == "consumer_backlog_eviction" for q in quotas),
+            expiry_min=read("subscriptionExpirationTime", of_topic=False).value(int, 0),
+        )
 
     def bounds(self, physical: str) -> Bounds:
         """Raises UsageError if the topic does not exist. This does not create it, as the client would."""
@@ -342,7 +384,7 @@ class Admin:
     def _read(self, path: str, read: Callable[[JsonAnswer], T]) -> T:
         data = self._ask("GET", path)[1]
         try:
-            return read(JsonAnswer.read(data))
+            return read(JsonAnswer.read(data or b"null"))
         except UnexpectedAnswer as why:
             raise self._unreachable(f"of {path}, {hidden(self._options, str(why))}") from None
 
@@ -404,8 +446,8 @@ class Admin:
             return Existing("PULSAR_ADMIN", admin_url=self._options.admin_url, number=code, url=url, detail=detail)
         if code >= 500:
             return self._unreachable(f"{code} {detail}")
-        if code == 412 and "unable to persist" in detail:
-            # Seen right after a broker's start and under load.
+        if code == 412 and ("unable to persist" in detail or "fence subscription" in detail):
+            # Seen right after a broker's start and under load, and when two create the subscription at once.
             return NotPlaced("PULSAR_UNREACHABLE.CURSOR", admin_url=self._options.admin_url, url=url, detail=detail)
         return DeliveredError("PULSAR_ADMIN", admin_url=self._options.admin_url, number=code, url=url, detail=detail)
 

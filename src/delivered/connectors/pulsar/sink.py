@@ -57,6 +57,13 @@ class PulsarSink(MessageSink):
 
         return PulsarStore(self.options, self.options.namespace, scope)
 
+    def check_ledger(self, scope: Scope) -> Sequence[Finding]:
+        if self.ledgers is not None:
+            return ()
+        from delivered.connectors.pulsar.store import check_protected
+
+        return check_protected(self.options, self.options.namespace, scope)
+
     def capability(self) -> SinkCapability:
         return sends(
             "pulsar",

@@ -19,13 +19,27 @@ from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.pulsar import Place
+from delivered.connectors.pulsar.client import Admin
 from delivered.connectors.pulsar.journal import SUBSCRIPTION, Journal, Record, Topic, new_id
-from delivered.connectors.pulsar.positions import START, Position
+from delivered.connectors.pulsar.positions import START, Position, short_name
+from delivered.contract.source import Finding
 from delivered.ledger import Change, Head, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken, LedgerBehind, UsageError
 from delivered.model.identity import OTHERS_MAX, OtherLedger, Scope, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.work import Archive, Archived, Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Unknown
+from delivered.model.work import (
+    ENTRY_BYTES,
+    Archive,
+    Archived,
+    Begun,
+    Decision,
+    Failed,
+    LedgerState,
+    Ok,
+    Outcome,
+    Owner,
+    Unknown,
+)
 
 if TYPE_CHECKING:
     from delivered.connectors.pulsar.seals import Seals
@@ -34,8 +48,8 @@ log = logging.getLogger(__name__)
 
 CLAIM, BEGUN, DECISION, COPY, PART = "claim", "begun", "decision", "copy", "part"
 _CLAIM_TRIES = 10
-_ARCHIVE_BYTES = 250_000
-"""Of the archive in one record."""
+_ARCHIVE_ENTRIES = 10_000
+"""In one record: 333 kB."""
 _COPIES_KEPT = 16
 
 
@@ -77,8 +91,9 @@ class State:
             yield {"decision": decision.to_json()}
         for incarnation, begun in self.begun.items():
             yield {"incarnation": incarnation, "begun": begun.to_json()}
-        for at in range(0, len(self.archive.data), _ARCHIVE_BYTES):
-            yield {"archive": b64encode(self.archive.data[at : at + _ARCHIVE_BYTES]).decode()}
+        step = _ARCHIVE_ENTRIES * ENTRY_BYTES
+        for at in range(0, len(self.archive.data), step):
+            yield {"archive": b64encode(self.archive.data[at : at + step]).decode()}
 
     def take_part(self, fields: Mapping[str, Any]) -> None:
         if "decision" in fields:
@@ -109,6 +124,38 @@ class State:
     def _decide(self, decision: Decision) -> None:
         self.last.pop(decision.scope.incarnation, None)
         self.last[decision.scope.incarnation] = decision
+
+
+def check_protected(options: Place, namespace: str, scope: Scope) -> list[Finding]:
+    """Whether Pulsar may delete records of a ledger. Its cursor keeps them, unless policies move or delete cursors.
+
+    Raises:
+        Unreachable
+    """
+    topic, admin = topic_name(namespace, scope, "ledger"), Admin(options)
+    place = namespace.partition("://")[2]
+    try:
+        policies = admin.policies(topic)
+    except UsageError as error:
+        if error.code != "DELIVERED_NOT_PERMITTED":
+            raise
+        return [Finding.build("PULSAR_LEDGER_UNSEEN", refuses=False, namespace=place)]
+    threats = [
+        *([f"messages expire after {policies.ttl_s:,} s (message TTL)"] if policies.ttl_s > 0 else ()),
+        *(["backlogs are evicted (consumer_backlog_eviction)"] if policies.evicts else ()),
+        *([f"subscriptions expire after {policies.expiry_min:,} min"] if policies.expiry_min > 0 else ()),
+    ]
+    if policies.keeps_all or not threats:
+        return []
+    return [
+        Finding.build(
+            "PULSAR_LEDGER_UNPROTECTED",
+            refuses=True,
+            topic=short_name(topic),
+            threats="; ".join(threats),
+            namespace=place,
+        )
+    ]
 
 
 class PulsarStore:
@@ -256,7 +303,9 @@ class PulsarStore:
             self._state, self._parts = State(), {}
             self._journal.restart(at)
             self._journal.read()
-            self._read_before = bool(self._journal.chain.number) or not self._journal.chain.unplaced
+            chain = self._journal.chain
+            is_empty = at == START and not chain.unplaced and not self._parts
+            self._read_before = bool(chain.number) or is_empty
             if self._read_before:
                 return True
         raise InvariantBroken("PULSAR_LEDGER.SHORT", topic=self._topic.label, subscription=SUBSCRIPTION)
