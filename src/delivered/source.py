@@ -111,7 +111,7 @@ class Range(Generic[Key]):
 def admit(sizes: Mapping[Key, int], limit: int | None) -> dict[Key, int]:
     """How many offsets of each partition the next batch reads.
 
-    Shares are proportional to the backlog; their sum is `limit` or the whole backlog, whichever is smaller. Every
+    Shares are proportional to the backlog; their sum is `limit` or the backlog, whichever is smaller. Every
     partition with a backlog gets at least one, so that busy ones do not starve it: with more such partitions than
     `limit`, the sum is their count.
 

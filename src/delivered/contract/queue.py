@@ -136,7 +136,7 @@ class Journal(ABC):
 
     @abstractmethod
     def append(self, batch: MessageBatch) -> Outcome[Entered]:
-        """Atomically append the messages whose ids are not in the window. Ok: the whole batch is durable.
+        """Atomically append the messages whose ids are not in the window. Ok: all of the batch is durable.
 
         The commit decides which messages are new: if two processes append the same message concurrently, only one adds
         it. Failed: nothing was added. Unknown: something may have been added; do not acknowledge.

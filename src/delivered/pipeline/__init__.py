@@ -1,6 +1,6 @@
 """A pipeline as the user declares it, and as it travels. No Spark, no client library.
 
-definition.py  the whole pipeline: Python values, or a file
+definition.py  the pipeline: Python values, or a file
 file.py        a YAML file, merged with the environment and the call
 entries.py     what it may contain: its model, and the published JSON Schema
 registry.py    finds connectors by name

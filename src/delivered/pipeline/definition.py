@@ -1,4 +1,4 @@
-"""A pipeline as the user names it, in Python or in a file: the whole chain, so that the whole chain can be checked."""
+"""A pipeline as the user names it, in Python or in a file: all of the chain, so that all of it can be checked."""
 
 from __future__ import annotations
 

@@ -134,9 +134,9 @@ class Fetcher:
         arrays["topic"] = pa.repeat(pa.scalar(topic), n)
         arrays["partition"] = pa.repeat(pa.scalar(number, pa.int32()), n)
         schema = columns(self._headers)
-        whole = pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
+        batch = pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
         self._taken = arrays["offset"][-1].as_py() + 1
-        return Fetched(batch=whole, position=self._taken)
+        return Fetched(batch=batch, position=self._taken)
 
     def _again_or_raise(self) -> Fetched:
         """A corrupt batch is fetched once more: it may have been damaged on its way."""

@@ -358,7 +358,7 @@ class Encoded:
     """A record batch, ready for a Produce request.
 
     Attributes:
-        data: the whole batch; base offset 0, which the broker replaces.
+        data: the complete batch; base offset 0, which the broker replaces.
         first: position of its first record among those that `encode` was called for.
         count: records.
         sequence: of its first record; -1: not idempotent.

@@ -287,7 +287,7 @@ class Journal:
 
     Args:
         starts: see `Chain`.
-        apply: called for each record that counts, in order; `started`: reading started at it, so it replaces what was
+        apply: called for each record that counts, in order; `restarts`: reading started at it, so it replaces what was
             applied before.
         aside: called for each record that is no part of the chain.
     """

@@ -85,9 +85,9 @@ class Seals:
         if start == START and chain.started > 1:
             raise InvariantBroken("PULSAR_LEDGER.SEALS", topic=self._topic.label, first=chain.started)
 
-    def _apply(self, record: Record, position: Position, started: bool) -> None:
+    def _apply(self, record: Record, position: Position, restarts: bool) -> None:
         del position
-        if started:
+        if restarts:
             self._texts = {}
         if record.kind == SEAL:
             self._texts[record.fields["seal_number"]] = record.fields["seal"]

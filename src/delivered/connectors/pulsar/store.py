@@ -1,6 +1,6 @@
 """The ledger's store in Pulsar: owners and decisions in a journal of its own, seals of audits in another.
 
-    NAMESPACE/delivered:PIPELINE:SINK:ledger    claims, begun batches, decisions
+    NAMESPACE/delivered:PIPELINE:SINK:ledger    claims, started batches, decisions
     NAMESPACE/delivered:PIPELINE:SINK:seals     never trimmed
 
 Every change continues the newest record that this process has read, so a claim fences whoever has not read it
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLAIM, BEGUN, DECISION, COPY, PART = "claim", "begun", "decision", "copy", "part"
+CLAIM, STARTED, DECISION, COPY, PART = "claim", "started", "decision", "copy", "part"
 _CLAIM_TRIES = 10
 _ARCHIVE_ENTRIES = 10_000
 """In one record: 333 kB."""
@@ -72,7 +72,7 @@ class State:
     """What the records up to one say.
 
     Attributes:
-        last, begun: by incarnation; newest last.
+        last, started: by incarnation; newest last.
         decided, copied: how many decisions and records since reading started, or since the newest copy.
         copies: where copies start, with the number of decisions read before; oldest first.
     """
@@ -80,7 +80,7 @@ class State:
     owner: Owner | None = None
     epoch: int = 0
     last: dict[str, Decision] = field(default_factory=dict)
-    begun: dict[str, Begun] = field(default_factory=dict)
+    started: dict[str, Begun] = field(default_factory=dict)
     archive: Archive = field(default_factory=Archive)
     decided: int = 0
     copied: int = 0
@@ -89,8 +89,8 @@ class State:
     def parts(self) -> Iterator[dict[str, Any]]:
         for decision in self.last.values():
             yield {"decision": decision.to_json()}
-        for incarnation, begun in self.begun.items():
-            yield {"incarnation": incarnation, "begun": begun.to_json()}
+        for incarnation, started in self.started.items():
+            yield {"incarnation": incarnation, "started": started.to_json()}
         step = _ARCHIVE_ENTRIES * ENTRY_BYTES
         for at in range(0, len(self.archive.data), step):
             yield {"archive": b64encode(self.archive.data[at : at + step]).decode()}
@@ -98,8 +98,8 @@ class State:
     def take_part(self, fields: Mapping[str, Any]) -> None:
         if "decision" in fields:
             self._decide(Decision.from_json(fields["decision"]))
-        elif "begun" in fields:
-            self.begun[fields["incarnation"]] = Begun.from_json(fields["begun"])
+        elif "started" in fields:
+            self.started[fields["incarnation"]] = Begun.from_json(fields["started"])
         else:
             self.archive = Archive(self.archive.data + b64decode(fields["archive"]))
 
@@ -111,12 +111,12 @@ class State:
                 self.owner, self.epoch = Owner.from_json(fields["owner"])[0], fields["epoch"]
                 for incarnation in fields["forgotten"]:
                     self.last.pop(incarnation, None)
-                    self.begun.pop(incarnation, None)
+                    self.started.pop(incarnation, None)
                 entries = Archive(b64decode(fields["archived"]))
                 self.archive = self.archive.with_more(entries)
-            case "begun":
-                self.begun.pop(fields["incarnation"], None)
-                self.begun[fields["incarnation"]] = Begun.from_json(fields["begun"])
+            case "started":
+                self.started.pop(fields["incarnation"], None)
+                self.started[fields["incarnation"]] = Begun.from_json(fields["started"])
             case "decision":
                 self._decide(Decision.from_json(fields["decision"]))
                 self.decided += 1
@@ -224,9 +224,9 @@ class PulsarStore:
     def history(self) -> list[Decision]:
         found: dict[int, Decision] = {}
 
-        def keep(record: Record, position: Position, started: bool) -> None:
+        def keep(record: Record, position: Position, restarts: bool) -> None:
             del position
-            if started:
+            if restarts:
                 found.clear()
             if record.kind == DECISION:
                 decision = Decision.from_json(record.fields["decision"])
@@ -324,15 +324,15 @@ class PulsarStore:
             while len(self._parts) > _COPIES_KEPT:  # of drivers that died while they wrote one
                 del self._parts[next(iter(self._parts))]
 
-    def _apply(self, record: Record, position: Position, started: bool) -> None:
+    def _apply(self, record: Record, position: Position, restarts: bool) -> None:
         if record.kind != COPY:
-            if started:
+            if restarts:
                 self._state = State()
             self._state.take(record)
             return
         parts = self._parts.pop(record.id, [])
         state = self._state
-        if started:
+        if restarts:
             state = State(Owner.from_json(record.fields["owner"])[0], record.fields["epoch"])
             for _, fields in parts:
                 state.take_part(fields)
@@ -343,12 +343,12 @@ class PulsarStore:
         own = self._scope.incarnation
         state, last = self._state, self._state.last.get(self._scope.incarnation)
         return Head(
-            state.owner, state.epoch, None if last is None else last.batch, lambda: last, lambda: state.begun.get(own)
+            state.owner, state.epoch, None if last is None else last.batch, lambda: last, lambda: state.started.get(own)
         )
 
     def _ledger_state(self) -> LedgerState:
         state = self._state
-        return state_of(self._scope, state.owner, state.epoch, state.last.values(), state.begun, self._archived)
+        return state_of(self._scope, state.owner, state.epoch, state.last.values(), state.started, self._archived)
 
     def _archived(self, incarnation: str) -> Archived | None:
         return self._state.archive.find(incarnation)
@@ -360,7 +360,7 @@ class PulsarStore:
             return DECISION, {"decision": change.decision.to_json()}
         if change.begun is None:
             raise InvariantBroken("NO_TARGET.LEDGER", where=self.where)
-        return BEGUN, {"incarnation": self._scope.incarnation, "begun": change.begun.to_json()}
+        return STARTED, {"incarnation": self._scope.incarnation, "started": change.begun.to_json()}
 
     def _copy_if_due(self) -> None:
         """Write the state, and leave what lies before an earlier copy to Pulsar. Never raises: what was to be written
