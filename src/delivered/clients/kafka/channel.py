@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from delivered.clients.kafka.errors import (
+    Closed,
     CredentialsRefused,
     NoAnswer,
     NoCredentials,
@@ -93,6 +94,7 @@ class Pending:
         deadline = time.monotonic() + timeout_s
         while not self.ready(min(_SILENCE_S, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
+                self._channel.timed_out = True
                 self._channel.close(f"no response within {timeout_s:.0f} s")
             elif self.left_cluster is not None and self.left_cluster():
                 self._channel.close("it left the cluster before it answered")
@@ -130,17 +132,19 @@ class Channel:
         versions: kafka-python's view of the API versions that the broker supports.
         features: finalized features of the cluster: {"transaction.version": 2}.
         closed: why it is closed; None: open.
+        timed_out: because the broker was silent, not by the broker.
     """
 
     def __init__(self, host: str, port: int, security: Security, timeout_s: float) -> None:
         """Connect.
 
         Raises:
-            NotSent: no connection. Rejected: TLS or authentication failed.
+            NotSent: no connection. Closed: the broker ended it. Rejected: TLS or authentication failed.
         """
         self.name = f"{host}:{port}"
         self._host = host
         self.closed: str | None = None
+        self.timed_out = False
         self.features: dict[str, int] = {}
         self._security = security
         self._pid = os.getpid()
@@ -159,7 +163,9 @@ class Channel:
         deadline = time.monotonic() + timeout_s
         try:
             self._sock = connected(host, port, security, timeout_s)
-        except (ssl.SSLEOFError, ssl.SSLZeroReturnError, TimeoutError) as error:
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError) as error:
+            raise Closed(f"{self.name}: {type(error).__name__}: {error}") from None
+        except TimeoutError as error:  # also of TLS
             raise NotSent(f"{self.name}: {type(error).__name__}: {error}") from None
         except ssl.SSLError as error:
             raise Rejected(f"{self.name}: {error}", tls=True) from None
@@ -173,8 +179,8 @@ class Channel:
             self.close(str(error))
             if isinstance(error, NoAnswer) and self._alert:  # of TLS 1.3, after the handshake: about our certificate
                 raise Rejected(str(error), tls=True) from None
-            if isinstance(error, NoAnswer) and not isinstance(error, NotSent):
-                raise NotSent(str(error)) from None
+            if type(error) in (NoAnswer, NotSent):
+                raise (NotSent if self.timed_out else Closed)(str(error)) from None
             raise
 
     def _authenticate(self, deadline: float) -> None:
@@ -305,6 +311,7 @@ class Channel:
                 self._write([memoryview(head), *(memoryview(p).cast("B") for p in parts)], time.monotonic() + timeout_s)
             except BaseException as error:
                 self._alert = isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError)
+                self.timed_out = isinstance(error, _Late)
                 self.close(f"{type(error).__name__}: {error}")
                 if isinstance(error, (OSError, ValueError)):
                     raise NotSent(f"{self.name}: {type(error).__name__}: {error}") from None
@@ -526,8 +533,10 @@ def unreachable(servers: str, error: NoAnswer) -> Unreachable:
         return Unreachable("KAFKA_NO_CREDENTIALS", servers=servers, error=error)
     if isinstance(error, Rejected) and not error.tls:
         return Unreachable("KAFKA_CREDENTIALS.REJECTED", servers=servers, error=error)
-    if _listens(servers):
+    if isinstance(error, Closed):
         return Unreachable("KAFKA_CREDENTIALS.CLOSED", servers=servers, error=error)
+    if _listens(servers):
+        return Unreachable("KAFKA_NO_ANSWER.SILENT", servers=servers, error=error)
     return Unreachable("KAFKA_UNREACHABLE.CONNECT", servers=servers, connect_timeout_s=CONNECT_TIMEOUT_S, error=error)
 
 

@@ -144,6 +144,10 @@ class NotSent(NoAnswer):
     """The request was not sent in full, so it had no effect."""
 
 
+class Closed(NotSent):
+    """The server ended the connection before its first answer: it expects another protocol or other credentials."""
+
+
 class NoCredentials(NotSent):
     """No token or ticket can be had now: its server does not answer."""
 

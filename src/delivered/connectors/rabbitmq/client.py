@@ -75,8 +75,12 @@ def parameters(options: Place) -> Any:
 def connect(options: Place) -> Any:
     """An open connection. Raises Unreachable, Refused."""
     client = pika()
+    from pika.adapters.utils.connection_workflow import AMQPConnectorException
+
     try:
         return client.BlockingConnection(parameters(options), _impl_class=_connection_class())
+    except AMQPConnectorException as error:  # the server accepted the connection, and then answered nothing
+        raise Unreachable("RABBITMQ_UNREACHABLE.CONNECT", place=options.place, detail=error) from error
     except (client.exceptions.AMQPError, OSError) as error:
         raise explained(error, options) from error
 
