@@ -174,6 +174,15 @@ def jvm(spark: SparkSession, _: Seen) -> None:
     assert psutil.Process(internals.started_jvm(spark).pid) in (process, *process.parents())
 
 
+def accumulator_server(spark: SparkSession, _: Seen) -> None:
+    server = spark.sparkContext._accumulatorServer
+    assert callable(server.handle_error)
+    before = server.handle_error
+    internals.hide_lost_accumulators(spark)
+    assert server.handle_error("request", "address") is None
+    server.handle_error = before
+
+
 def active_session(spark: SparkSession) -> Any:
     return spark._jvm.org.apache.spark.sql.classic.SparkSession.getActiveSession().get()  # type: ignore[union-attr]
 
@@ -399,6 +408,7 @@ WATCHED: dict[str, Callable[[SparkSession, Seen], None]] = {
     "is_connect": connects,
     "jvm_of": jvm,
     "started_jvm": jvm,
+    "hide_lost_accumulators": accumulator_server,
     "make_active": made_active,
     "session_of": sessions_of_holders,
     "to_arrow": schemas,

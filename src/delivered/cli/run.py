@@ -5,8 +5,10 @@ progress, until they end or are stopped.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -79,6 +81,7 @@ TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Fence another 
 _POLL_S = 0.2
 _LINE_EVERY_S = 2.0
 _LEDGER_EVERY_S = 1.0
+_EXIT_S = 1.0
 _SUMMED = (
     *("received", "entered", "repeated", "quarantined", "acknowledged", "unacknowledged"),
     *("appends", "tries", "retired", "paused", "reconnected"),
@@ -523,6 +526,7 @@ class SparkLog:
 @contextlib.contextmanager
 def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
     """A session that logs to a file and is shielded from Ctrl-C on this terminal."""
+    from delivered.spark.internals import hide_lost_accumulators, is_connect, started_jvm
     from delivered.spark.start import new_session
 
     path = log.path
@@ -532,6 +536,10 @@ def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
     try:
         with _stderr_to(path):
             spark = new_session(pipeline)
+            memory = spark.conf.get("spark.driver.memory", "1g")
+            jvm = None if is_connect(spark) else started_jvm(spark)
+            if jvm is not None:
+                hide_lost_accumulators(spark)
     except BaseException:
         if path is not None:
             note(f"Spark's log: {path}")
@@ -539,10 +547,13 @@ def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
-        yield spark
-    except BaseException:
+        with _client_log_to(path) if path is not None else contextlib.nullcontext():
+            yield spark
+    except BaseException as error:
         if path is not None:
             note(f"Spark's log: {path}")
+        if not isinstance(error, DeliveredError) and jvm is not None and (status := _exit_status(jvm)) is not None:
+            raise DeliveredError("SPARK_ENDED", how=_how(status), memory=memory) from error
         raise
     else:
         if log.temporary and path is not None:
@@ -550,6 +561,33 @@ def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
     finally:
         with contextlib.suppress(Exception):
             spark.stop()
+
+
+def _exit_status(jvm: subprocess.Popen[bytes]) -> int | None:
+    """Of Spark's JVM, which has one a moment after its connections broke; None: it runs."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return jvm.wait(_EXIT_S)
+    return None
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"exit code {status}"
+    name = signal.Signals(-status).name
+    return f"killed by {name}" + (", as by the system when memory runs out" if -status == signal.SIGKILL else "")
+
+
+@contextlib.contextmanager
+def _client_log_to(path: Path) -> Iterator[None]:
+    """Add what libraries log by the root logger, as py4j does of a lost JVM, to Spark's log."""
+    handler = logging.FileHandler(path, delay=True)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
 
 
 @contextlib.contextmanager

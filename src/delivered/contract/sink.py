@@ -175,6 +175,11 @@ class Committer(ABC):
         committed or aborted, oldest first; None: none ever stays open. Raises Unreachable."""
         return None
 
+    def held_back(self) -> HeldBack | None:
+        """What open transactions of others hide from readers of this sink; None: none can, or it cannot tell.
+        Read-only. Raises Unreachable."""
+        return None
+
     def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:  # noqa: ARG002
         """Commit or abort one of them manually.
 

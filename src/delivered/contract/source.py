@@ -155,6 +155,47 @@ class Retained:
     unknown: str = ""
 
 
+@dataclass(frozen=True)
+class Blocking:
+    """An open transaction that hides its own records, and those behind them, from readers of committed records.
+
+    Attributes:
+        id: transactional id; empty: no coordinator knows it, or this user may not see its name.
+        producer: its number at the system.
+        since_ms: of its start, or without a name of its newest record, in milliseconds since 1970; None: unknown.
+        timeout_s: age at which its system aborts it; None: never, or unknown.
+        at: partition, as the source's lag names it -> its first hidden offset.
+    """
+
+    id: str
+    producer: int
+    since_ms: int | None
+    timeout_s: float | None
+    at: Mapping[str, int]
+
+    def age_s(self) -> float | None:
+        return None if self.since_ms is None else max(0.0, time.time() - self.since_ms / 1000)
+
+
+@dataclass(frozen=True)
+class HeldBack:
+    """Records that readers of committed records do not see yet.
+
+    Attributes:
+        offsets: partition -> offsets from its last stable one to its high watermark; those without any are absent.
+        by: the transactions that hide them, those of this pipeline excepted; oldest first.
+        place: of the servers, for commands.
+    """
+
+    offsets: Mapping[str, int] = field(default_factory=dict)
+    by: tuple[Blocking, ...] = ()
+    place: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(self.offsets.values())
+
+
 class SourceDriver(ABC):
     """Plans the batches of a source. Runs on the driver, in one long-lived process; used by one thread.
 
@@ -204,6 +245,11 @@ class SourceDriver(ABC):
         Partition, named as by `source.lag_by_partition`, -> when its first record of [start, end) was written, in
         milliseconds since 1970; a partition without one is absent. Read-only. Raises Unreachable.
         """
+        return None
+
+    def held_back(self) -> HeldBack | None:
+        """What open transactions hide from this source; None: none can, or it cannot tell. Read-only. Raises
+        Unreachable."""
         return None
 
     def retained(self, at: Offsets) -> Retained | None:  # noqa: ARG002

@@ -137,6 +137,13 @@ def started_jvm(spark: SparkSession) -> Any:
     return context._gateway.proc
 
 
+@_touches("SparkContext._accumulatorServer", "a JVM that is killed leaves a trace of its accumulators' server")
+def hide_lost_accumulators(spark: SparkSession) -> None:
+    """The end of the JVM's connection for accumulators is no trace on standard error."""
+    context: Any = spark.sparkContext
+    context._accumulatorServer.handle_error = lambda *_: None
+
+
 @_touches("SparkSession._jsparkSession, _get_j_spark_session_class", "formats are not found on other threads")
 def make_active(spark: SparkSession) -> None:
     """Make a session the active one of this thread.

@@ -506,14 +506,7 @@ def open_in(
                 if part.error_code in _DENIED:
                     denied.append((topic.name, part.partition_index))
                 found += [
-                    OpenAt(
-                        topic.name,
-                        part.partition_index,
-                        p.producer_id,
-                        p.producer_epoch,
-                        p.coordinator_epoch,
-                        p.current_txn_start_offset,
-                    )
+                    _open_at(topic.name, part.partition_index, p)
                     for p in part.active_producers or ()
                     if p.current_txn_start_offset >= 0 and p.producer_id in producer_ids
                 ]
@@ -521,6 +514,46 @@ def open_in(
         ends, stable = (_ends(wire, denied, level, deadline) for level in (_UNCOMMITTED, _COMMITTED))
         denied = [p for p in denied if stable.get(p, 0) < ends.get(p, 0)]
     return sorted(found), denied
+
+
+def hidden_in(
+    wire: Wire, partitions: Collection[Partition], deadline: float
+) -> tuple[dict[Partition, int], list[tuple[OpenAt, int]]]:
+    """What open transactions hide in these partitions.
+
+    Args:
+        deadline: of time.monotonic(), for partitions without a leader.
+
+    Returns:
+        Offsets from the last stable one to the high watermark, of partitions that have any; and each open transaction
+        in these, with the timestamp of its producer's newest record. None of topics that this user may not read.
+
+    Raises:
+        NoAnswer: a partition's leader did not answer.
+    """
+    # In this order: a transaction that starts in between hides nothing here.
+    ends, stable = (_ends(wire, partitions, level, deadline) for level in (_UNCOMMITTED, _COMMITTED))
+    hidden = {p: ends[p] - stable[p] for p in ends if stable.get(p, ends[p]) < ends[p]}
+    found = [
+        (_open_at(topic.name, part.partition_index, p), p.last_timestamp)
+        for answer in (_ask_leaders(wire, hidden, _describe_request, deadline) if hidden else ())
+        for topic in answer.topics
+        for part in topic.partitions
+        for p in part.active_producers or ()
+        if p.current_txn_start_offset >= 0
+    ]
+    return hidden, sorted(found)
+
+
+def _open_at(topic: str, partition: int, producer: Any) -> OpenAt:
+    return OpenAt(
+        topic,
+        partition,
+        producer.producer_id,
+        producer.producer_epoch,
+        producer.coordinator_epoch,
+        producer.current_txn_start_offset,
+    )
 
 
 def is_stored(wire: Wire, partition: Partition, sent: BatchHeader, after: int | None, deadline: float) -> bool:

@@ -223,6 +223,27 @@ def listed(wire: Wire, ours: Callable[[str], bool], states: Iterable[str], deadl
         time.sleep(0.05)
 
 
+def named(wire: Wire, producer_ids: Collection[int], deadline: float) -> dict[int, TransactionState]:
+    """Open transactions of these producers, of any application, as their coordinators know them.
+
+    Those that this user may not describe, or that no coordinator knows, are absent.
+
+    Raises:
+        NoAnswer: a broker of the cluster did not answer.
+    """
+    from kafka.protocol.admin.transactions import ListTransactionsRequest
+
+    names: list[str] = []
+    for node in wire.nodes():
+        request = ListTransactionsRequest(
+            state_filters=list(OPEN_STATES), producer_id_filters=list(producer_ids), max_version=0
+        )
+        answer = ask_member(wire, node, request, deadline) or _LEFT
+        names += [row.transactional_id for row in answer.transaction_states if row.producer_id in producer_ids]
+    found = describe_all(wire, names) if names else {}
+    return {t.participant.producer_id: t for t in found.values() if t is not None and t.state in OPEN_STATES}
+
+
 def _are_serving(wire: Wire, placed: Mapping[int, tuple[int, int]], deadline: float) -> bool:
     """Whether these brokers know already which transactions they coordinate.
 

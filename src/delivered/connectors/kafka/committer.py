@@ -625,6 +625,13 @@ class KafkaCommitter(Committer):
         """
         return [_shown(t) for t in self._unfinished()]
 
+    def held_back(self) -> HeldBack | None:
+        from delivered.connectors.kafka.held_back import held_back
+
+        *partitions, _ = written_partitions(self._wire, self._options, self._scope)
+        servers = self._options.client["bootstrap.servers"]
+        return held_back(self._wire, partitions, servers, partial(is_ours, self._scope))
+
     def _unfinished(self) -> list[TransactionState]:
         try:
             return [*open_transactions(self._wire, self._scope), *self._ends.hanging()]

@@ -339,6 +339,14 @@ class KafkaDriver(SourceDriver):
         waiting = {p: (o, ends[p]) for p, o in at.items() if ends.get(p, o) > o}
         return {f"{t}/{n}": ms for (t, n), ms in written_at(self._options, waiting).items()} if waiting else {}
 
+    def held_back(self) -> HeldBack | None:
+        """By the partitions' ends and producers, and the coordinators' lists."""
+        from delivered.connectors.kafka.held_back import held_back
+
+        if not self._options.committed_only:
+            return None
+        return held_back(self._client.wire(), list(self._client.partitions()[0]), self._options.servers)
+
     def retained(self, at: Offsets) -> Retained:
         """By log start offsets, `retention.ms` and `retention.bytes`."""
         from delivered.connectors.kafka.retention import retained

@@ -1,0 +1,49 @@
+"""Which transactions, of any application, hide records from readers of committed records."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+from delivered.clients.kafka.errors import NoAnswer
+from delivered.clients.kafka.listing import OpenAt, hidden_in
+from delivered.clients.kafka.protocol import Wire
+from delivered.clients.kafka.record_batch import Partition
+from delivered.clients.kafka.transactions import TransactionState, named
+from delivered.contract.source import Blocking, HeldBack
+from delivered.model.errors import Unreachable
+from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.model.patience import left_s
+
+
+def held_back(
+    wire: Wire, partitions: Collection[Partition], place: str, own: Callable[[str], bool] = lambda _: False
+) -> HeldBack:
+    """What transactions hide in these partitions.
+
+    Args:
+        own: whether a transactional id is the pipeline's own, which is not reported.
+
+    Raises:
+        Unreachable: a broker did not answer.
+    """
+    deadline = time.monotonic() + left_s(REQUEST_TIMEOUT_S)
+    try:
+        hidden, transactions = hidden_in(wire, partitions, deadline)
+        by_producer: dict[int, list[tuple[OpenAt, int]]] = {}
+        for at, newest_ms in transactions:
+            by_producer.setdefault(at.producer_id, []).append((at, newest_ms))
+        known = named(wire, by_producer, deadline) if by_producer else {}
+    except NoAnswer as error:
+        raise Unreachable("KAFKA_NO_ANSWER.TRANSACTIONS", error=error) from None
+    found = [_blocking(producer, at, known.get(producer)) for producer, at in by_producer.items()]
+    others = sorted((b for b in found if not own(b.id)), key=lambda b: b.since_ms or 0)
+    return HeldBack({f"{t}/{n}": count for (t, n), count in sorted(hidden.items())}, tuple(others), place)
+
+
+def _blocking(producer: int, at: list[tuple[OpenAt, int]], known: TransactionState | None) -> Blocking:
+    starts = {f"{a.topic}/{a.partition}": a.start for a, _ in at}
+    if known is None:
+        return Blocking("", producer, max(newest for _, newest in at), None, starts)
+    since = known.started_ms if known.started_ms >= 0 else None
+    return Blocking(known.transactional_id, producer, since, known.timeout_ms / 1000, starts)
