@@ -44,7 +44,9 @@ def test_a_line_names_its_place_in_the_batch(lines: list[str]) -> None:
     log.info("prepared")
     step.work_for(None)
     found = [json.loads(line) for line in lines]
-    places = [{k: v for k, v in line.items() if k not in ("time", "level", "logger", "message")} for line in found]
+    places = [
+        {k: v for k, v in line.items() if k not in ("time", "level", "logger", "process", "message")} for line in found
+    ]
     task = {"pipeline": "orders", "batch": 3, "shard": 1}
     written = {**task, "attempt": 0, "sink": "main"}
     assert places == [{}, task, {**written, "step": "write.prepare"}, written]

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from delivered.model import patience
-from delivered.model.patience import Stall, patience_s, unanswered, wait_out, within
+from delivered.model.patience import Outages, Stall, patience_s, unanswered, wait_out, within
 
 
 class Away(Exception):
@@ -91,3 +91,46 @@ def test_only_what_answered_before_is_waited_for(monkeypatch: pytest.MonkeyPatch
     assert patience_s(answered=False) < 15 < patience_s(answered=True)
     patience.in_query()
     assert patience_s(answered=False) == patience_s(answered=True)
+
+
+def test_an_answer_of_another_kind_does_not_end_an_outage(caplog: pytest.LogCaptureFixture) -> None:
+    """Of two brokers one is frozen: what the other answers says nothing of it."""
+    with unanswered("c", kind="write"):
+        assert told(caplog, "c does not answer")
+        with unanswered("c", kind="read"):
+            pass
+        assert "c answers again" not in caplog.text
+    assert "c answers again" in caplog.text
+    caplog.clear()
+    with pytest.raises(Away), unanswered("d", _is_away, "write"):
+        assert told(caplog, "d does not answer")
+        raise Away
+    with unanswered("d", kind="read"):
+        pass
+    assert "d answers again" not in caplog.text, "the write was given up, and is not answered yet"
+    with unanswered("d", kind="write"):
+        pass
+    assert "d answers again" in caplog.text
+
+
+def test_outages_of_several_processes_are_one() -> None:
+    outages = Outages()
+    away, again = "Kafka at a:1 does not answer, retrying ({} s)", "Kafka at a:1 answers again, after {} s"
+    assert outages.is_new(1, away.format(3))
+    assert not any(outages.is_new(process, away.format(s)) for process in (1, 2, 3) for s in (3, 8, 13))
+    assert outages.is_new(2, "Kafka at b:1 does not answer, retrying (3 s)"), "another server"
+    assert not outages.is_new(2, again.format(14)), "1 and 3 still wait"
+    assert not outages.is_new(3, again.format(14))
+    assert outages.is_new(1, again.format(15))
+    assert not outages.is_new(4, again.format(15)), "it is known"
+    assert outages.is_new(1, away.format(4)), "a new outage"
+    assert outages.is_new(1, "another warning") and outages.is_new(1, "another warning")
+
+
+def test_a_process_that_was_killed_does_not_keep_an_outage_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    outages, away = Outages(), "x does not answer, retrying (3 s)"
+    now = time.monotonic()
+    assert outages.is_new(1, away)
+    monkeypatch.setattr(patience.time, "monotonic", lambda: now + 3 * patience.TELL_EVERY_S)
+    assert outages.is_new(2, away), "once a minute"
+    assert outages.is_new(2, "x answers again, after 90 s")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,11 +19,14 @@ from pyarrow import fs
 
 from delivered.checkpoint.folder import open_folder
 from delivered.model.work import BatchReport
+from delivered.source import lag_by_partition
 
 log = logging.getLogger(__name__)
 
 FILE = "delivered/batches.jsonl"
 AUDITS = "delivered/audits.jsonl"
+SAMPLES = "delivered/lag.jsonl"
+SAMPLE_EVERY_S = 5.0
 BYTES_MAX = 1 << 20
 """Of a file; then it becomes `<file>.1`, in place of the one before. About 4,000 batches each."""
 
@@ -72,6 +76,66 @@ def totals(location: str) -> Totals:
     """Since the first batch with a line, also of batches whose lines are no longer kept."""
     last = next(iter(_lines(location, FILE, 1)), None)
     return Totals(**last["totals"]) if last is not None else Totals()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A source when a batch was planned.
+
+    Attributes:
+        lag: partition -> offsets that waited.
+        read: partition -> offsets that were delivered since the sample before it, of the same process.
+    """
+
+    at_ms: int
+    source: str
+    lag: Mapping[str, int]
+    read: Mapping[str, int]
+
+    @property
+    def lag_total(self) -> int:
+        return sum(self.lag.values())
+
+    @property
+    def read_total(self) -> int:
+        return sum(self.read.values())
+
+
+class Samples:
+    """Of one stream, kept by the process that plans its batches.
+
+    Args:
+        location: of the checkpoint; None: unknown, and nothing is kept.
+    """
+
+    def __init__(self, location: str | None, source: str) -> None:
+        self._location, self._source = location, source
+        self._kept_s = float("-inf")
+        self._before: Any = None
+
+    def keep(self, start: Any, newest: Any) -> None:
+        """Append one, unless the last one is younger than `SAMPLE_EVERY_S`. Never raises.
+
+        Args:
+            start: where the next batch starts. newest: the source's end.
+        """
+        if self._location is None or time.monotonic() - self._kept_s < SAMPLE_EVERY_S:
+            return
+        try:
+            lag = lag_by_partition({"endOffset": start, "latestOffset": newest})
+            before = start if self._before is None else self._before
+            read = lag_by_partition({"endOffset": before, "latestOffset": start})
+            if lag is not None and read is not None:
+                line = Sample(time.time_ns() // 1_000_000, self._source, lag, read)
+                _append(self._location, SAMPLES, line.__dict__)
+                self._before, self._kept_s = start, time.monotonic()
+        except Exception as error:
+            log.debug("the lag was not kept: %s", error)
+
+
+def samples(location: str, newest: int = 200) -> list[Sample]:
+    """The newest samples of all sources, oldest first."""
+    return [Sample(**line) for line in _lines(location, SAMPLES, newest)]
 
 
 def add_audit(location: str, report: Mapping[str, Any]) -> None:

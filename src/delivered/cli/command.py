@@ -142,11 +142,18 @@ class _Warnings(logging.Handler):
             log_line(without_passwords(record.getMessage()))
 
 
-def show_warnings() -> None:
-    """Print this package's warnings from now on: nothing else configures logging in this process."""
+def show_warnings(shown: Callable[[logging.LogRecord], bool] = lambda _: True) -> None:
+    """Print this package's warnings from now on: nothing else configures logging in this process.
+
+    Args:
+        shown: whether to print a record; replaces that of an earlier call.
+    """
     logger = logging.getLogger("delivered")
-    if not any(isinstance(h, _Warnings) for h in logger.handlers):
-        logger.addHandler(_Warnings(logging.WARNING))
+    for handler in [h for h in logger.handlers if isinstance(h, _Warnings)]:
+        logger.removeHandler(handler)
+    handler = _Warnings(logging.WARNING)
+    handler.addFilter(shown)
+    logger.addHandler(handler)
 
 
 def stamp() -> str:

@@ -103,9 +103,13 @@ def list_dead_letters(
 ) -> None:
     """List dead letters of the pipeline's checkpoint that are open, in the order in which they are stored."""
     from delivered.operate.dead_letters import dead_letters
+    from delivered.operate.looks import looked_at
 
+    pipeline = read(file, set_)
     with working("reading the dead letters"):
-        listed = dead_letters(read(file, set_), settled=every, limit=limit)
+        sinks = pipeline.status().sinks  # first: what comes meanwhile has not been seen
+        listed = dead_letters(pipeline, settled=every, limit=limit)
+    looked_at(pipeline.checkpoint, sinks)
     table = plain_table("id", "sink", "batch", "from", "status", "reason", "record")
     for n in listed:
         origin = "a retry" if n.again else "" if n.offset is None else f"{n.topic or ''} {n.partition} @ {n.offset}"

@@ -5,10 +5,10 @@ progress, until they end or are stopped.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -49,11 +49,11 @@ from delivered.cli.command import (
 )
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
-from delivered.model.patience import StoppedWaiting, patiently
+from delivered.model.patience import Outages, StoppedWaiting, patiently
 from delivered.model.rows import OnBadRow
 from delivered.model.schedule import STOP_S_MAX
 from delivered.model.step import LOG_FORMAT, WARNING_MARK, as_json, is_line_of_ours, work_for
-from delivered.model.translate import translated
+from delivered.model.translate import cause_of, translated
 from delivered.pipeline.file import load_file, parse_override
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Fence another 
 _POLL_S = 0.2
 _LINE_EVERY_S = 2.0
 _LEDGER_EVERY_S = 1.0
-_EXIT_S = 1.0
 _SUMMED = (
     *("received", "entered", "repeated", "quarantined", "acknowledged", "unacknowledged"),
     *("appends", "tries", "retired", "paused", "reconnected"),
@@ -324,6 +323,7 @@ def run_pipeline(
         wait: for an unreachable server, as long as its restart may take.
         metrics_port: serve the pipeline's status and Spark's figures there, for Prometheus.
     """
+    from delivered.checkpoint.runs import keep_failed_start
     from delivered.pipeline.progress import watch
     from delivered.planner import Refusal
     from delivered.spark.internals import recent_reports
@@ -331,7 +331,8 @@ def run_pipeline(
     work_for(pipeline.name)
     request = StopRequest()
     request.listen()
-    show_warnings()
+    outages = Outages()
+    show_warnings(lambda record: outages.is_new(os.getpid(), record.getMessage()))
     with working(f"checking source and sink of {pipeline.name}"):
         try:
             plan = patiently(
@@ -343,7 +344,11 @@ def run_pipeline(
             )
         except StoppedWaiting:
             return 0
+        except DeliveredError as error:
+            keep_failed_start(pipeline.checkpoint, error)
+            raise
     if isinstance(plan, Refusal):
+        keep_failed_start(pipeline.checkpoint, plan.error)
         raise plan.error
     if output is Output.TEXT:
         say(f"{pipeline.name}: {pipeline.guarantee.value} by {plan.mechanism}")
@@ -357,12 +362,16 @@ def run_pipeline(
             return 0
         if metrics_port is not None:
             stack.enter_context(_metrics(pipeline, spark, metrics_port))
-        query = pipeline.start(spark, takeover=takeover)
+        try:
+            query = pipeline.start(spark, takeover=takeover)
+        except DeliveredError as error:
+            keep_failed_start(pipeline.checkpoint, error)
+            raise
         audits = None
         if pipeline.audit_every is not None:
             audits = stack.enter_context(pipeline.auditing(spark, pipeline.audit_every, own=True))
         with watch(pipeline, query, recent_reports) as progress:
-            show = _QueryProgress(output, _WorkerLines(log.path))
+            show = _QueryProgress(output, _WorkerLines(log.path, outages))
             idle = _until_done(pipeline, query, progress, show, request, stop_timeout, supervise, audits)
             progress.refresh()
             failure = query.exception()
@@ -426,25 +435,45 @@ class _StopNow(Exception):
 class _WorkerLines:
     """Workers' messages for the user: their lines in Spark's log, unless that is shown anyway."""
 
-    def __init__(self, log: Path | None) -> None:
+    def __init__(self, log: Path | None, outages: Outages) -> None:
+        self._outages = outages
         self._file = log.open("rb") if log is not None else None
         self._rest = b""
         if self._file is not None:
             self._file.seek(0, os.SEEK_END)
 
     def new(self) -> list[str]:
-        """Lines since the last call; the same line from several processes is shown once."""
+        """Lines since the last call; the same line from several processes is shown once, and so is an outage."""
         if self._file is None:
             return []
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
         texts = (line.decode(errors="replace") for line in lines)
         if as_json():
-            return list(dict.fromkeys(text for text in texts if is_line_of_ours(text)))
-        return list(dict.fromkeys(text.partition(WARNING_MARK)[2] for text in texts if WARNING_MARK in text))
+            return list(dict.fromkeys(t for t in texts if is_line_of_ours(t) and self._is_new(*_logged_by(t))))
+        marked = (text.partition(WARNING_MARK) for text in texts if WARNING_MARK in text)
+        return list(dict.fromkeys(message for head, _, message in marked if self._is_new(_process(head), message)))
+
+    def _is_new(self, process: int, message: str) -> bool:
+        return self._outages.is_new(process, message)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _process(head: str) -> int:
+    """Of what stands before a worker's message: time, and its process."""
+    last = head.split()[-1:]
+    return int(last[0]) if last and last[0].isdigit() else 0
+
+
+def _logged_by(line: str) -> tuple[int, str]:
+    """Process and message of a JSON line."""
+    try:
+        found = json.loads(line)
+        return int(found.get("process", 0)), str(found["message"])
+    except (ValueError, KeyError, TypeError):
+        return 0, line
 
 
 class _QueryProgress:
@@ -492,12 +521,10 @@ def _own_error(failure: Any, log: SparkLog, pipeline: Pipeline) -> Exception:
     own_error = translated(failure)
     if own_error is not None:
         return own_error
-    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    cause = next((line for line in reversed(lines) if "Error" in line and not line.startswith("at ")), lines[0])
     where = log.path or "standard error"
     bad_rows = pipeline.on_bad_row is not OnBadRow.FAIL and pipeline.transform.kind in ("sql", "python")
     return DeliveredError(
-        "QUERY_FAILED.PERHAPS_A_ROW" if bad_rows else "QUERY_FAILED.RUN", cause=cause[:2_000], where=where
+        "QUERY_FAILED.PERHAPS_A_ROW" if bad_rows else "QUERY_FAILED.RUN", cause=cause_of(failure), where=where
     )
 
 
@@ -526,7 +553,7 @@ class SparkLog:
 @contextlib.contextmanager
 def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
     """A session that logs to a file and is shielded from Ctrl-C on this terminal."""
-    from delivered.spark.internals import hide_lost_accumulators, is_connect, started_jvm
+    from delivered.spark.recorder import Jvm
     from delivered.spark.start import new_session
 
     path = log.path
@@ -536,10 +563,7 @@ def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
     try:
         with _stderr_to(path):
             spark = new_session(pipeline)
-            memory = spark.conf.get("spark.driver.memory", "1g")
-            jvm = None if is_connect(spark) else started_jvm(spark)
-            if jvm is not None:
-                hide_lost_accumulators(spark)
+            jvm = Jvm(spark)
     except BaseException:
         if path is not None:
             note(f"Spark's log: {path}")
@@ -552,8 +576,8 @@ def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
     except BaseException as error:
         if path is not None:
             note(f"Spark's log: {path}")
-        if not isinstance(error, DeliveredError) and jvm is not None and (status := _exit_status(jvm)) is not None:
-            raise DeliveredError("SPARK_ENDED", how=_how(status), memory=memory) from error
+        if not isinstance(error, DeliveredError) and (death := jvm.death()) is not None:
+            raise death from error
         raise
     else:
         if log.temporary and path is not None:
@@ -561,20 +585,6 @@ def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
     finally:
         with contextlib.suppress(Exception):
             spark.stop()
-
-
-def _exit_status(jvm: subprocess.Popen[bytes]) -> int | None:
-    """Of Spark's JVM, which has one a moment after its connections broke; None: it runs."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return jvm.wait(_EXIT_S)
-    return None
-
-
-def _how(status: int) -> str:
-    if status >= 0:
-        return f"exit code {status}"
-    name = signal.Signals(-status).name
-    return f"killed by {name}" + (", as by the system when memory runs out" if -status == signal.SIGKILL else "")
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from delivered.model.errors import UsageError
 from delivered.model.options import is_reference, resolve_secret
 from delivered.operate.page import look_with_flow
 from delivered.operate.seals import sealed_text, span
-from delivered.operate.status import Driver, Status, files, look, not_ready, receivers_text, unanswered
+from delivered.operate.status import Driver, Status, files, lag_text, look, not_ready, receivers_text, unanswered
 
 PathsArgument = Annotated[
     list[Path], typer.Argument(help="Pipeline files, or folders of them. Default: this folder.", show_default=False)
@@ -207,7 +207,8 @@ class _Rates:
     def of(self, statuses: Sequence[Status]) -> dict[str, float]:
         now, rates = time.monotonic(), dict[str, float]()
         for s in statuses:
-            records = sum(sink.records for sink in s.sinks)
+            if (records := s.records) is None:
+                continue
             if s.pipeline in self._before:
                 at, before = self._before[s.pipeline]
                 rates[s.pipeline] = max(0, records - before) / max(now - at, 1e-3)
@@ -235,7 +236,7 @@ def table(statuses: Sequence[Status], rates: dict[str, float] | None = None) -> 
             Text(s.driver.value, style=_STYLE.get(s.driver, "")),
             Text("" if s.batch is None else str(s.batch)),
             Text("" if s.decided_age_s is None else f"{span(s.decided_age_s)} ago"),
-            Text(f"{sum(sink.records for sink in s.sinks):,}"),
+            Text("unknown" if s.records is None else f"{s.records:,}"),
             Text(_lag(s)),
             Text(_open(s), style="red" if any("_TRANSACTION_" in c for c in broken) else ""),
             Text(_audit(s), style="red" if "DELIVERED_AUDIT_BROKEN" in broken else ""),
@@ -267,7 +268,7 @@ def _lag(s: Status) -> str:
     if s.lag_total is None:
         return ""
     waits = f" ({span(s.lag_s_max)})" if s.lag_total and s.lag_s_max is not None else ""
-    return f"{s.lag_total:,}{waits}"
+    return f"{lag_text(s)}{waits}"
 
 
 def _receivers(s: Status) -> str:

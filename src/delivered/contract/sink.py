@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 
-from delivered.contract.source import Address, Finding, Offsets, Slice
+from delivered.contract.source import Address, Finding, HeldBack, Offsets, Slice
 from delivered.model.capability import Guarantee, SinkCapability
 from delivered.model.errors import InvariantBroken, Refused
 from delivered.model.fingerprint import Fingerprint

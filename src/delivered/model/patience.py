@@ -9,14 +9,17 @@ Changes of unknown outcome are never retried here: the caller fences, then check
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import tenacity
@@ -27,7 +30,10 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, OUTAGE_PATIENCE_S
 log = logging.getLogger("delivered.outage")
 
 TELL_AFTER_S = 3.0
-TELL_EVERY_S = 5.0
+TELL_EVERY_S = 60.0
+_SAME_MINUTE = 0.9
+_GONE_AFTER = 2.5
+"""Intervals without a warning, after which a process no longer waits, or has ended."""
 _FORGET_S = 10.0
 """An outage ends this long after its last call."""
 _LOOK_S = 0.5
@@ -41,19 +47,25 @@ T = TypeVar("T")
 class _Silence:
     """An unresponsive server.
 
+    A server may answer some calls while others wait: of several brokers one is away, or a ledger is read while writes
+    are blocked. The outage is over when each kind of call has been answered that was not.
+
     Attributes:
         since: time.monotonic() of the first unanswered call.
-        calls: in flight.
+        calls: in flight: a number of each -> its kind, and when it began.
+        failed: kinds whose last call ended without an answer.
         warned_at: time of the last warning; 0: none during this outage.
     """
 
     since: float
     ended: float
-    calls: int = 0
+    calls: dict[int, tuple[str, float]] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
     warned_at: float = 0.0
 
 
 _lock = threading.Lock()
+_numbers = itertools.count()
 _silences: dict[str, _Silence] = {}
 _watcher: tuple[int, threading.Thread] | None = None
 _in_query = False
@@ -97,11 +109,13 @@ def wait_out(
     ask: Callable[[], T],
     away: Callable[[BaseException], bool],
     patience_s: float = OUTAGE_PATIENCE_S,
+    kind: str = "",
 ) -> T:
     """Ask until there is an answer.
 
     Args:
         server: for messages: "Kafka at broker:9092".
+        kind: of the call, as `unanswered` takes it; default: by the name of `ask`.
         ask: a query or an idempotent change; called any number of times.
         away: whether an exception means that the server is unreachable; any other counts as an answer.
         patience_s: from the first call on; less if an enclosing wait ends sooner.
@@ -114,7 +128,7 @@ def wait_out(
         error = state.outcome.exception() if state.outcome else None
         log.debug("%s: asking again: %s", server, error)
 
-    with within(patience_s), unanswered(server, away):
+    with within(patience_s), unanswered(server, away, kind or call_kind(ask)):
         asking = tenacity.Retrying(
             retry=tenacity.retry_if_exception(away),
             wait=tenacity.wait_random_exponential(multiplier=0.05, max=_PAUSE_S_MAX),
@@ -126,21 +140,32 @@ def wait_out(
 
 
 @contextmanager
-def unanswered(server: str, away: Callable[[BaseException], bool] = lambda _: True) -> Iterator[None]:
-    """Log warnings while the body waits for an answer, and log when the server answers again."""
-    now = time.monotonic()
+def unanswered(server: str, away: Callable[[BaseException], bool] = lambda _: True, kind: str = "") -> Iterator[None]:
+    """Log warnings while the body waits for an answer, and log when the server answers again.
+
+    Args:
+        kind: of the call: an answer to another kind does not end this one's outage.
+    """
+    now, number = time.monotonic(), next(_numbers)
     with _lock:
         _watch()
         known = _silences.get(server)
-        if known is None or (known.calls == 0 and now - known.ended > _FORGET_S):
+        if known is None or (not known.calls and now - known.ended > _FORGET_S):
             known = _silences[server] = _Silence(now, now)
-        known.calls += 1
+        known.calls[number] = kind, now
     try:
         yield
     except BaseException as error:
-        _ended(known, server, answered=not away(error))
+        _ended(known, server, number, answered=not away(error))
         raise
-    _ended(known, server, answered=True)
+    _ended(known, server, number, answered=True)
+
+
+def call_kind(ask: Callable[..., object]) -> str:
+    """The kind of a call: where its function is defined."""
+    while isinstance(ask, partial):
+        ask = ask.func
+    return getattr(ask, "__qualname__", type(ask).__qualname__)
 
 
 class Stall:
@@ -175,17 +200,21 @@ class Stall:
         self._stack.__exit__(*error)  # type: ignore[arg-type]
 
 
-def _ended(silence: _Silence, server: str, answered: bool) -> None:
+def _ended(silence: _Silence, server: str, number: int, answered: bool) -> None:
     with _lock:
         now = time.monotonic()
-        silence.calls -= 1
+        kind, _ = silence.calls.pop(number)
         silence.ended = now
         if not answered:
+            silence.failed.add(kind)
+            return
+        silence.failed.discard(kind)
+        if silence.failed or any(now - began >= TELL_AFTER_S for _, began in silence.calls.values()):
             return
         away_s, warned_at = now - silence.since, silence.warned_at
         silence.since, silence.warned_at = now, 0.0
-        if silence.calls == 0:
-            _silences.pop(server, None)
+        if not silence.calls and _silences.get(server) is silence:
+            del _silences[server]
     if warned_at:
         log.warning("%s answers again, after %.0f s", server, away_s)
 
@@ -213,6 +242,41 @@ def _tell() -> None:
                 _silences[server].warned_at = now
         for server, away_s in due:
             log.warning("%s does not answer, retrying (%.0f s)", server, away_s)
+
+
+_AWAY_LINE = re.compile(r"(?P<server>.+) does not answer, retrying \(\d+ s\)")
+_BACK_LINE = re.compile(r"(?P<server>.+) answers again, after \d+ s")
+
+
+class Outages:
+    """What several processes log of outages, each by its own clock, as one: a line when a server stops answering, one a
+    minute while it is away, and one when the last process that waited has its answer. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, dict[int, float]] = {}
+        self._logged_at: dict[str, float] = {}
+
+    def is_new(self, process: int, text: str) -> bool:
+        """Whether to show a line of a process's log."""
+        now = time.monotonic()
+        with self._lock:
+            if away := _AWAY_LINE.fullmatch(text):
+                server = away["server"]
+                self._waiting.setdefault(server, {})[process] = now
+                if now - self._logged_at.get(server, float("-inf")) < TELL_EVERY_S * _SAME_MINUTE:
+                    return False
+                self._logged_at[server] = now
+            elif back := _BACK_LINE.fullmatch(text):
+                server = back["server"]
+                waiting = self._waiting.get(server, {})
+                waiting.pop(process, None)
+                # Those that were killed log no end.
+                if any(now - at < _GONE_AFTER * TELL_EVERY_S for at in waiting.values()):
+                    return False
+                self._waiting.pop(server, None)
+                return self._logged_at.pop(server, None) is not None
+        return True
 
 
 class StoppedWaiting(Exception):
@@ -256,7 +320,7 @@ def patiently(
             raise
         return answer
 
-    return wait_out(server, once, _is_away, patience_s)
+    return wait_out(server, once, _is_away, patience_s, call_kind(ask))
 
 
 def _is_away(error: BaseException) -> bool:

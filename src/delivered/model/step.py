@@ -318,6 +318,7 @@ class JsonLines(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
             "level": record.levelname,
             "logger": record.name,
+            "process": record.process,
             "message": without_passwords(record.getMessage()),
             **place(),
         }

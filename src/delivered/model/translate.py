@@ -16,6 +16,7 @@ _TRACE = re.compile(r"Traceback \(most recent call last\):\n((?:[ ]{2,}[^\n]*\n)
 _FRAME = re.compile(r'^  File "([^"\n]*)"', re.MULTILINE)
 
 _LENGTH_MAX = 4_000
+_CAUSE_LENGTH_MAX = 2_000
 _WORKER_DIED = re.compile(
     r"no cause message|Python worker exited unexpectedly|EOFException|EOFError|Connection reset|Broken pipe|"
     r"Software caused connection abort"
@@ -141,6 +142,13 @@ def _worker_died(trace: str) -> DeliveredError | None:
     if found is None:
         return None
     return DeliveredError("WORKER_DIED", actual=found.group(0))
+
+
+def cause_of(error: BaseException) -> str:
+    """The line of a failed query's trace that says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    cause = next((line for line in reversed(lines) if "Error" in line and not line.startswith("at ")), lines[0])
+    return cause[:_CAUSE_LENGTH_MAX]
 
 
 def _as_spark_says(error: BaseException) -> str:

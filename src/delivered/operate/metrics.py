@@ -97,6 +97,18 @@ class _Families:
             "lag_seconds", "Since the first waiting record was written: Kafka, logs, receivers.", "source", "partition"
         )
         self.lag_seconds_min = gauge("lag_seconds_min", "How long offsets have waited at least, whatever the source.")
+        self.held_back = gauge(
+            "lag_held_back_offsets", "That open transactions hide from the source: Kafka. Not in lag_offsets.", "source"
+        )
+        self.hidden = gauge(
+            "sink_hidden_offsets", "That open transactions of others hide from the sink's readers: Kafka.", "sink"
+        )
+        self.pace_in = gauge("source_offsets_per_second", "That arrive, over the last minute.")
+        self.pace_out = gauge("delivered_offsets_per_second", "That are delivered, over the last minute.")
+        self.new_letters = gauge("dead_letters_new", "Since an operator listed them.", "sink")
+        self.run_ended = gauge(
+            "last_run_end_timestamp_seconds", 'When the last run ended, "failed" or "stopped".', "outcome"
+        )
         self.open = gauge("open_transactions", "Open at the sinks.", "decided")
         self.open_age = gauge("open_transaction_age_seconds", "Of the oldest one.", "decided")
         self.open_share = gauge(
@@ -144,6 +156,8 @@ class _Families:
             self.driver_running.add_metric((name,), float(now.driver is Driver.RUNNING))
         self.fenced.add_metric((name,), now.drivers_fenced)
         for s in now.sinks:
+            if s.records is None:
+                continue
             self.records.add_metric((name, s.name, now.guarantee), s.records)
             if now.guarantee == "at_most_once" or s.given_up:
                 self.given_up.add_metric((name, s.name), s.given_up)
@@ -168,6 +182,7 @@ class _Families:
         for source, waits in (now.lag_s or {}).items():
             for partition, seconds in waits.items():
                 self.lag_seconds.add_metric((name, source, partition), seconds)
+        self._add_waiting(name, now)
         self._add_receivers(name, now)
         for decided in (True, False) if now.transactions is not None else ():
             labels, same = (name, str(decided).lower()), [t for t in now.transactions or () if t.decided is decided]
@@ -187,6 +202,19 @@ class _Families:
             self._add_seals((name, sink), seals)
         for code in {p.code for p in now.problems}:
             self.problems.add_metric((name, code), sum(p.code == code for p in now.problems))
+
+    def _add_waiting(self, name: str, now: Status) -> None:
+        for source, held in now.held_back.items():
+            self.held_back.add_metric((name, source), held.total)
+        for sink, held in now.hidden.items():
+            self.hidden.add_metric((name, sink), held.total if held.by else 0)
+        if now.pace is not None:
+            self.pace_in.add_metric((name,), now.pace.in_per_s)
+            self.pace_out.add_metric((name,), now.pace.out_per_s)
+        for sink, new in now.new_dead_letters.items():
+            self.new_letters.add_metric((name, sink), new.count)
+        if now.runs and (ended := now.runs[-1].ended_ms) is not None:
+            self.run_ended.add_metric((name, "failed" if now.runs[-1].has_failed else "stopped"), ended / 1000)
 
     def _add_seals(self, labels: tuple[str, str], seals: SealStatus) -> None:
         if seals.cadence is not None:
@@ -275,7 +303,7 @@ def readings(statuses: Sequence[Status]) -> dict[str, list[Point]]:
         (s.records, _attributes(now, "send", s.system, s.destination))
         for now in statuses
         for s in now.sinks
-        if connector(s.system).messaging
+        if s.records is not None and connector(s.system).messaging
     ]
     points[CONSUMED] = [
         (sum(r.counts.get("received", 0) for r in reports), _attributes(now, "receive", *now.queues[source]))

@@ -26,8 +26,9 @@ import yaml
 from delivered import html
 from delivered.audit.sealed import Sealed
 from delivered.checkpoint.folder import is_done, logged, started_ms
-from delivered.checkpoint.history import Totals, batches, last_audits, totals
-from delivered.contract.source import DedupWindow, ReceiverReport, Retained, Source
+from delivered.checkpoint.history import Totals, batches, last_audits, samples, totals
+from delivered.checkpoint.runs import Run, runs
+from delivered.contract.source import DedupWindow, HeldBack, ReceiverReport, Retained, Source
 from delivered.engine.context import open_ledger, open_shared_ledger
 from delivered.engine.owner import running
 from delivered.model.dedup import duration
@@ -36,6 +37,8 @@ from delivered.model.identity import SOURCE, Scope, by_source
 from delivered.model.patience import within
 from delivered.model.secrets import shown
 from delivered.model.work import BatchReport, Decision, LedgerState
+from delivered.operate.looks import NewDeadLetters, new_dead_letters
+from delivered.operate.pace import Pace, duration_text, pace_of
 from delivered.operate.problem import Problem
 from delivered.operate.seals import (
     SealStatus,
@@ -60,20 +63,23 @@ class Driver(StrEnum):
     STOPPED = "stopped"
     ELSEWHERE = "on another host"
     NONE = "never started"
+    UNKNOWN = "unknown"
+    """The ledger did not answer."""
 
 
 @dataclass(frozen=True)
 class SinkStatus:
     """
     Attributes:
-        records: decided in this checkpoint; given_up: at_most_once, an upper bound of what was lost.
+        records: decided in this checkpoint; None: unknown.
+        given_up: at_most_once, an upper bound of what was lost.
         dead_letters: this sink holds them.
         destination: its topic, queue or table, for display.
     """
 
     name: str
     system: str
-    records: int
+    records: int | None
     given_up: int
     dead_letters: bool = False
     destination: str = ""
@@ -83,11 +89,17 @@ class SinkStatus:
 class Status:
     """
     Attributes:
-        batch, decided_at_ms: of the newest decision in this checkpoint; None: there is none.
+        batch, decided_at_ms: of the newest decision in this checkpoint; None: there is none. If the ledger does not
+            answer, of the newest batch that this machine knows.
         visible: Spark logged that batch, so its records are visible at every sink.
         owner: "process 12 on host", as the ledger has it.
         drivers_fenced: earlier drivers that the ledger names, a bounded number.
         lag: by source and partition, in the source's offsets; a source that does not count offsets is absent.
+        held_back: by source, records that it holds and open transactions hide.
+        hidden: by sink, records that open transactions of others hide from its readers.
+        pace: rates in and out; None: unknown.
+        runs: starts, ends and errors of its drivers, oldest first.
+        new_dead_letters: by sink, those since an operator looked at them.
         waiting_since_ms: by source and partition, when the first record was written that waits; sources that date
             their records.
         receivers: by source that they fill: those that run, and those that ended without having been stopped.
@@ -102,7 +114,7 @@ class Status:
     pipeline: str
     guarantee: str
     checkpoint: str
-    driver: Driver = Driver.NONE
+    driver: Driver = Driver.UNKNOWN
     owner: str = ""
     drivers_fenced: int = 0
     batch: int | None = None
@@ -111,6 +123,11 @@ class Status:
     sinks: tuple[SinkStatus, ...] = ()
     positions: Mapping[str, str] = field(default_factory=dict)
     lag: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    held_back: Mapping[str, HeldBack] = field(default_factory=dict)
+    hidden: Mapping[str, HeldBack] = field(default_factory=dict)
+    pace: Pace | None = None
+    runs: tuple[Run, ...] = ()
+    new_dead_letters: Mapping[str, NewDeadLetters] = field(default_factory=dict)
     waiting_since_ms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     receivers: Mapping[str, tuple[ReceiverReport, ...]] = field(default_factory=dict)
     queues: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -132,6 +149,18 @@ class Status:
     def lag_total(self) -> int | None:
         """None: no source counts offsets, or none answered."""
         return sum(sum(partitions.values()) for partitions in self.lag.values()) if self.lag else None
+
+    @property
+    def lag_to_end(self) -> int | None:
+        """With the offsets that open transactions hide: to the high watermark. None: as `lag_total`."""
+        held = sum(h.total for h in self.held_back.values())
+        return None if self.lag_total is None else self.lag_total + held
+
+    @property
+    def records(self) -> int | None:
+        """At all sinks; None: unknown."""
+        counts = [s.records for s in self.sinks]
+        return None if None in counts or self.driver is Driver.UNKNOWN else sum(n for n in counts if n is not None)
 
     @property
     def lag_s(self) -> dict[str, dict[str, float]] | None:
@@ -170,6 +199,12 @@ class Status:
             "positions": {name: _json_or_text(at) for name, at in self.positions.items()},
             "lag": self.lag,
             "lag_total": self.lag_total,
+            "lag_to_end": self.lag_to_end,
+            "held_back": {n: asdict(h) for n, h in self.held_back.items()},
+            "hidden": {n: asdict(h) for n, h in self.hidden.items()},
+            "pace": None if self.pace is None else self.pace.to_json(),
+            "runs": [r.to_json() for r in self.runs[-_RUNS_SHOWN:]],
+            "new_dead_letters": {n: asdict(d) for n, d in self.new_dead_letters.items()},
             "lag_s": None if lags is None else {n: {p: round(s, 1) for p, s in of.items()} for n, of in lags.items()},
             "receivers": {n: [_receiver_json(r) for r in of] for n, of in self.receivers.items()},
             "windows": {name: asdict(window) for name, window in self.windows.items()},
@@ -205,10 +240,14 @@ def not_ready(status: Status) -> str | None:
 def summary(s: Status) -> html.Html:
     """Problems with what fixes them, and the newest figures."""
     figures: list[tuple[str, object]] = [("driver", s.driver.value)]
+    if s.runs:
+        figures.append(("last run", run_text(s.runs[-1])))
     if s.batch is not None and s.decided_at_ms is not None:
         figures += [("newest batch", s.batch), ("decided", html.utc(s.decided_at_ms))]
     if s.lag_total is not None:
-        figures.append(("lag, offsets", f"{s.lag_total:,}"))
+        figures.append(("lag, offsets", lag_text(s)))
+    if s.pace is not None:
+        figures.append(("pace", s.pace.text))
     if s.lag_s_max is not None:
         figures.append(("lag, seconds", f"{s.lag_s_max:,.0f}"))
     for name, reports in s.receivers.items():
@@ -217,10 +256,24 @@ def summary(s: Status) -> html.Html:
         figures.append(("ids kept, may be redelivered after", f"{w.kept_s:,.0f} s, {w.needed_s:,.0f} s"))
     for sink in s.sinks:
         lost = f", {sink.given_up:,} given up" if sink.given_up else ""
-        figures.append((f"records in {sink.name}", f"{sink.records:,}{lost}"))
+        count = "unknown" if sink.records is None else f"{sink.records:,}"
+        figures.append((f"records in {sink.name}", f"{count}{lost}"))
     figures += [(f"sealed{f' in {n}' * (len(s.seals) > 1)}", sealed_text(seal)) for n, seal in s.seals.items()]
     figures += [("WAL held back", f"{held / 1048576:,.1f} MiB") for held in s.wal_held_back.values()]
     return html.joined((*(html.problem(p.code, p.text, p.next_step) for p in s.problems), html.figures(figures)))
+
+
+def lag_text(s: Status) -> str:
+    """To the last stable offset, and what is hidden behind it; for display."""
+    held = (s.lag_to_end or 0) - (s.lag_total or 0)
+    return "" if s.lag_total is None else f"{s.lag_total:,}" + (f" + {held:,} hidden" if held else "")
+
+
+def run_text(run: Run) -> str:
+    """For display: "failed 2026-11-26 06:12:44 UTC: [DELIVERED_...]"."""
+    if run.ended_ms is None:
+        return f"since {html.utc(run.started_ms)}"
+    return f"failed {html.utc(run.ended_ms)}: [{run.code}]" if run.has_failed else f"stopped {html.utc(run.ended_ms)}"
 
 
 def receivers_text(reports: Sequence[ReceiverReport]) -> str:
@@ -249,13 +302,18 @@ def _json_or_text(text: str) -> Any:
 
 log = logging.getLogger(__name__)
 
+_PARTITIONS_SHOWN = 5
 ASK_S_MAX = 3.0
 """For all servers of a pipeline: a status must not wait as long as the pipeline does, nor a scrape time out."""
 _CLOCKS_S = 5.0
 """By which the clocks of two machines may differ. Beyond it, what is shown is wrong, and nothing else: an undecided
 transaction that is aborted is written again."""
-_STALLED_S_MIN = 60.0
-_STALLED_BATCHES = 5
+_STALLED_S_MIN = 15.0
+_STALLED_BATCHES = 3
+_BLOCKS_S_MIN = 15.0
+_BLOCKS_SHARE = 0.1
+"""Of its time-out: an application with a long one keeps its transactions open for long."""
+_RUNS_SHOWN = 10
 
 
 def status(pipeline: Definition) -> Status:
@@ -278,8 +336,13 @@ def _status(pipeline: Definition) -> Status:
         seals = {n: SealStatus.of(s, last, n, pipeline.audit_every, since) for n, s in sealed.items()}
         answers |= {"seals": seals}
         answers |= {"visible": last is not None and is_done(pipeline.checkpoint, last.batch)}
+    newest_reports = batches(pipeline.checkpoint, 20)
+    if "driver" not in answers:
+        answers |= _last_known(pipeline, newest_reports)
     with _asking(problems):
         answers |= {"transactions": _transactions(pipeline)}
+    with _asking(problems):
+        answers |= {"hidden": _hidden(pipeline, incarnation)}
     for name, endpoint in pipeline.sources.items():
         if not endpoint.is_spark_own:
             with _asking(problems):
@@ -290,7 +353,9 @@ def _status(pipeline: Definition) -> Status:
                 source.recheck()
             with _asking(problems):
                 answers["seals"] = _with_retained(answers.get("seals", {}), pipeline, incarnation, name, endpoint)
-    newest_reports = batches(pipeline.checkpoint, 20)
+    answers |= {"pace": pace_of(samples(pipeline.checkpoint), answers.get("lag", {}))}
+    answers |= {"runs": tuple(runs(pipeline.checkpoint))}
+    answers |= {"new_dead_letters": new_dead_letters(pipeline.checkpoint, answers.get("sinks", ()))}
     status = Status(
         pipeline.name,
         pipeline.guarantee.value,
@@ -316,10 +381,11 @@ def _ask_source(name: str, source: Source, answers: dict[str, Any]) -> None:
     add("windows", source.dedup_window())
     add("wal_held_back", source.wal_held_back())
     at = answers.get("positions", {}).get(name)
-    if at is None:
-        return
     with contextlib.closing(source.driver()) as driver:
-        newest = driver.newest()
+        newest = driver.newest()  # also without a position: a source that does not answer is no healthy one
+        add("held_back", driver.held_back())
+        if at is None:
+            return
         behind = lag_by_partition({"endOffset": at, "latestOffset": newest}) if newest is not None else None
         add("lag", behind)
         if newest is not None and behind is not None:
@@ -403,6 +469,25 @@ def _driver(state: LedgerState) -> Driver:
     return Driver.RUNNING if lives else Driver.STOPPED
 
 
+def _last_known(pipeline: Definition, reports: Sequence[BatchReport]) -> dict[str, Any]:
+    """The fields that come from a ledger, of one that does not answer."""
+    known: dict[str, Any] = {
+        "sinks": tuple(SinkStatus(e.sink_name, e.system, None, 0, destination=_destination(e)) for e in pipeline.sinks)
+    }
+    return known | ({"batch": reports[-1].batch, "decided_at_ms": reports[-1].decided_at_ms} if reports else {})
+
+
+def _hidden(pipeline: Definition, incarnation: str | None) -> dict[str, HeldBack]:
+    """What open transactions of others hide at each sink."""
+    found: dict[str, HeldBack] = {}
+    for endpoint in pipeline.all_sinks:
+        scope = Scope(pipeline.name, endpoint.sink_name, incarnation or NO_INCARNATION)
+        with contextlib.closing(endpoint.sink().committer(scope)) as committer:
+            if (held := committer.held_back()) is not None:
+                found[endpoint.sink_name] = held
+    return found
+
+
 def _transactions(pipeline: Definition) -> tuple[Open, ...] | None:
     try:
         return tuple(open_transactions(pipeline))
@@ -428,12 +513,28 @@ def problems_of(pipeline: Definition, now: Status, reports: Sequence[BatchReport
                 "TRANSACTION_ORPHANED.OPEN_FOR" if age is not None else "TRANSACTION_ORPHANED.OPEN", id=t.id, age=age
             )
     yield from old_transactions(now)
+    yield from blocking_transactions(now, _usual_s(reports))
     yield from receiver_problems(now)
     lag, age = now.lag_total, now.decided_age_s
+    if age is not None and now.lag_s_max is not None:  # after a quiet hour, the first record has not waited for it
+        age = min(age, now.lag_s_max)
     if lag and now.driver is Driver.STOPPED and pipeline.trigger.kind is not Trigger.AVAILABLE_NOW:
-        yield Problem.build("STOPPED_WITH_LAG", lag=lag, start=start)
+        yield Problem.build("STOPPED_WITH_LAG", lag=lag, why=_why_stopped(now), start=start)
     elif lag and age is not None and age > (limit := _stalled_after(pipeline, reports)):
         yield Problem.build("STALLED", age=age, limit=limit, lag=lag)
+    if now.pace is not None and now.pace.grows and now.driver in (Driver.RUNNING, Driver.ELSEWHERE):
+        yield Problem.build(
+            "FALLING_BEHIND",
+            arrived=now.pace.in_per_s,
+            delivered=now.pace.out_per_s,
+            behind=now.pace.behind_per_s,
+            lag=now.pace.lag,
+        )
+    yield from run_problems(now)
+    for sink, new in now.new_dead_letters.items():
+        if new.count:
+            looked = "the start" if new.since_ms is None else html.utc(new.since_ms)
+            yield Problem.build("DEAD_LETTERS", sink=sink, count=new.count, since=looked)
     for sink, audit in now.audits.items():
         if audit["verdict"] == "broken":
             yield Problem.build("AUDIT_BROKEN", sink=sink, breaches="; ".join(audit["breaches"]))
@@ -467,6 +568,65 @@ def old_transactions(now: Status) -> Iterator[Problem]:
             )
 
 
+def blocking_transactions(now: Status, batch_s: float) -> Iterator[Problem]:
+    """Of other applications, that have hidden records for longer than is usual.
+
+    Args:
+        batch_s: that a batch of this pipeline usually takes.
+    """
+    at_sources = [("TRANSACTION_BLOCKS.SOURCE", name, held) for name, held in now.held_back.items()]
+    at_sinks = [("TRANSACTION_BLOCKS.SINK", name, held) for name, held in now.hidden.items()]
+    for code, name, hides in (*at_sources, *at_sinks):
+        for t in hides.by:
+            open_s, share = t.age_s(), _BLOCKS_SHARE * (t.timeout_s or 0.0)
+            if open_s is None or open_s <= max(_BLOCKS_S_MIN, _STALLED_BATCHES * batch_s, share):
+                continue
+            topic, _, number = (first := min(t.at)).rpartition("/")
+            tool = f"kafka-transactions.sh --bootstrap-server {hides.place} abort --topic {topic}"
+            yield Problem.build(
+                code,
+                id=t.id or str(t.producer),
+                who=f"The transaction {t.id!r}"
+                if t.id
+                else f"A transaction of producer {t.producer}, whose id no coordinator shows to this user",
+                age=duration_text(open_s),
+                limit="" if t.timeout_s is None else f" (its time-out is {duration_text(t.timeout_s)})",
+                count=sum(hides.offsets.get(p, 0) for p in t.at),
+                place=name,
+                partitions=", ".join(f"{p} offset {offset}" for p, offset in sorted(t.at.items())[:_PARTITIONS_SHOWN]),
+                command=f"{tool} --partition {number} --start-offset {t.at[first]}",
+            )
+
+
+def run_problems(now: Status) -> Iterator[Problem]:
+    """The error that ended the last run, unless a later one goes on."""
+    ended = [r for r in now.runs if r.ended_ms is not None]
+    if now.driver is Driver.RUNNING or not ended or not ended[-1].has_failed or now.runs[-1] is not ended[-1]:
+        return
+    last = ended[-1]
+    yield Problem.build(
+        "RUN_FAILED",
+        at=html.utc(last.ended_ms or 0),
+        host=last.host,
+        process=last.process,
+        batch="before its first batch" if last.batch is None else f"in batch {last.batch}",
+        error=f"[{last.code}] {last.message}",
+        step=last.next_step or "read the driver's log, then start the pipeline: delivered run PIPELINE.yaml",
+    )
+
+
+def _why_stopped(now: Status) -> str:
+    if not now.runs:
+        return ""
+    last = now.runs[-1]
+    if last.ended_ms is None:
+        return (
+            f" Process {last.process} on {last.host}, running since {html.utc(last.started_ms)}, ended without an "
+            "error: it was killed, or its machine stopped."
+        )
+    return "" if last.has_failed else f" It was stopped at {html.utc(last.ended_ms)}."
+
+
 def receiver_problems(now: Status) -> Iterator[Problem]:
     for source, reports in now.receivers.items():
         for r in filter(has_died, reports):
@@ -485,10 +645,14 @@ def receiver_problems(now: Status) -> Iterator[Problem]:
 
 def _stalled_after(pipeline: Definition, reports: Sequence[BatchReport]) -> float:
     """Seconds without a decision that mean trouble while records wait."""
+    return max(_STALLED_S_MIN, _STALLED_BATCHES * _usual_s(reports), pipeline.batch_s_max or 0.0)
+
+
+def _usual_s(reports: Sequence[BatchReport]) -> float:
+    """That a batch takes, or the time between two."""
     took = [sum(r.seconds.values()) for r in reports]
     gaps = [(b.decided_at_ms - a.decided_at_ms) / 1000 for a, b in pairwise(reports)]
-    usual = sorted([*took, *gaps])[len(took + gaps) // 2] if took else 0.0
-    return max(_STALLED_S_MIN, _STALLED_BATCHES * usual, pipeline.batch_s_max or 0.0)
+    return sorted([*took, *gaps])[len(took + gaps) // 2] if took else 0.0
 
 
 T = TypeVar("T")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
 from delivered.checkpoint import sidecar
+from delivered.checkpoint.history import Samples
 from delivered.checkpoint.sidecar import Landmarks, PlainDriver, put_task_file, stream_driver
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.engine.transform import encode, pack_rejected, pack_slice, source_schema
@@ -64,6 +65,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._opened: SourceDriver | None = None
         self._logged: dict[str, Any] | None = None
         self._landmarks = Landmarks(reading.checkpoint, reading.source)
+        self._samples = Samples(reading.checkpoint, reading.source)
+        self._start: dict[str, Any] | None = None
         self._ends = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,6 +104,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         in_query()
+        self._start = start
         if self._reading.ends and not self._ends:
             self.prepareForTriggerAvailableNow()
         if self._reading.drain is not None and self._reading.drain.is_requested:
@@ -121,7 +125,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return end
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        return self._driver.newest()
+        newest = self._driver.newest()
+        if newest is not None and self._start is not None:
+            self._samples.keep(self._start, newest)
+        return newest
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         self._ends = True

@@ -46,6 +46,7 @@ from delivered.spark.internals import (
     make_active,
     named_sources,
 )
+from delivered.spark.recorder import Jvm, record
 from delivered.spark.rows import (
     Failing,
     apply_transform,
@@ -121,6 +122,7 @@ def start(pipeline: Definition, chosen: SparkSession | None) -> StreamingQuery:
         refusal = translated(error) or _refusal(error, pipeline)
         raise (refusal if refusal is not None else error) from None
     _running[str(query.runId)] = Running(pipeline, query, drain)
+    record(pipeline.checkpoint, query, Jvm(spark))
     return query
 
 

@@ -72,6 +72,6 @@ def _show_warnings() -> None:
         return
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
-    text = logging.Formatter(f"%(asctime)s {WARNING_MARK}%(message)s", "%H:%M:%S")
+    text = logging.Formatter(f"%(asctime)s %(process)d {WARNING_MARK}%(message)s", "%H:%M:%S")
     handler.setFormatter(JsonLines() if as_json() else text)
     ours.addHandler(handler)

@@ -533,7 +533,7 @@ def unreachable(servers: str, error: NoAnswer) -> Unreachable:
         return Unreachable("KAFKA_NO_CREDENTIALS", servers=servers, error=error)
     if isinstance(error, Rejected) and not error.tls:
         return Unreachable("KAFKA_CREDENTIALS.REJECTED", servers=servers, error=error)
-    if isinstance(error, Closed):
+    if isinstance(error, Closed | Rejected):
         return Unreachable("KAFKA_CREDENTIALS.CLOSED", servers=servers, error=error)
     if _listens(servers):
         return Unreachable("KAFKA_NO_ANSWER.SILENT", servers=servers, error=error)

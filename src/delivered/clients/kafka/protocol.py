@@ -23,7 +23,7 @@ from delivered.clients.kafka.settings import PORT
 from delivered.model.errors import MissingExtra
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import parse_addresses
-from delivered.model.patience import left_s, patience_s, wait_out
+from delivered.model.patience import call_kind, left_s, patience_s, wait_out
 
 NONE = 0
 OFFSET_OUT_OF_RANGE = 1
@@ -205,7 +205,8 @@ class Wire:
                 self.forget()
                 raise
 
-        return wait_out(server_name(self._servers), once, _unanswered if again else _not_sent, patience_s(True))
+        away = _unanswered if again else _not_sent
+        return wait_out(server_name(self._servers), once, away, patience_s(True), call_kind(ask))
 
     def post(self, request: Any, node: int | None = None) -> Pending:
         """Send one request to a node (None: any), without waiting for its answer.

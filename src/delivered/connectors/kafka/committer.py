@@ -53,6 +53,7 @@ from delivered.connectors.kafka.topics import (
     topic_id,
 )
 from delivered.contract.sink import Committer, OpenTransaction, Shards
+from delivered.contract.source import HeldBack
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Target, Work

@@ -41,7 +41,17 @@ from delivered.connectors.kafka.reader import (
     read_rows,
     resolve,
 )
-from delivered.contract.source import Address, Finding, Offsets, Resumption, Retained, Slice, Source, SourceDriver
+from delivered.contract.source import (
+    Address,
+    Finding,
+    HeldBack,
+    Offsets,
+    Resumption,
+    Retained,
+    Slice,
+    Source,
+    SourceDriver,
+)
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.limits import RESTART_CONFIRM_S
