@@ -15,7 +15,7 @@ from pyarrow import fs
 
 from delivered.checkpoint import folder
 from delivered.contract import build
-from delivered.contract.source import Offsets, Retained, Slice, Source, SourceDriver
+from delivered.contract.source import HeldBack, Offsets, Retained, Slice, Source, SourceDriver
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused
 from delivered.model.identity import SOURCE, by_source, is_ahead
 from delivered.model.limits import OFFSET_METADATA_MAX
@@ -305,6 +305,9 @@ class PlainDriver(SourceDriver):
 
     def acknowledge(self, end: Offsets) -> None:
         self._driver.acknowledge(end)
+
+    def held_back(self) -> HeldBack | None:
+        return self._driver.held_back()
 
     def retained(self, at: Offsets) -> Retained | None:
         return self._driver.retained(self._metadata.joined(at))

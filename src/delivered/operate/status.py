@@ -231,7 +231,7 @@ def not_ready(status: Status) -> str | None:
         return failed[0]
     if status.driver is Driver.RUNNING or status.lag_total == 0:
         return None
-    if status.driver is Driver.NONE:
+    if status.driver in (Driver.NONE, Driver.UNKNOWN):
         return status.problems[0].text if status.problems else "no driver has claimed the ledger yet"
     waits = "" if status.lag_total is None else f", and {status.lag_total:,} offsets wait"
     return f"the driver that the ledger names is {status.driver.value}{waits}"
