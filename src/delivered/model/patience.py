@@ -32,7 +32,7 @@ log = logging.getLogger("delivered.outage")
 TELL_AFTER_S = 3.0
 TELL_EVERY_S = 60.0
 _SAME_MINUTE = 0.9
-_GONE_AFTER = 2.5
+_ENDED_AFTER = 2.5
 """Intervals without a warning, after which a process no longer waits, or has ended."""
 _FORGET_S = 10.0
 """An outage ends this long after its last call."""
@@ -272,7 +272,7 @@ class Outages:
                 waiting = self._waiting.get(server, {})
                 waiting.pop(process, None)
                 # Those that were killed log no end.
-                if any(now - at < _GONE_AFTER * TELL_EVERY_S for at in waiting.values()):
+                if any(now - at < _ENDED_AFTER * TELL_EVERY_S for at in waiting.values()):
                     return False
                 self._waiting.pop(server, None)
                 return self._logged_at.pop(server, None) is not None
