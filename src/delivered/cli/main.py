@@ -32,7 +32,7 @@ app.add_typer(sagas_app, name="sagas")
 app.add_typer(brokers_app, name="brokers")
 for function in (
     *(audit, replay, rebuild, explain.explain),
-    *(status.status, status.top, status.metrics, status.report, status.ui),
+    *(status.status, status.top, status.watch, status.metrics, status.report, status.ui),
     *(init, plan, adopt, run, receive, doctor, verify),
 ):
     app.command()(function)

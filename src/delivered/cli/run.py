@@ -316,6 +316,30 @@ def run_pipeline(
     wait: bool = True,
     metrics_port: int | None = None,
 ) -> int:
+    """As `_run_pipeline`; reports problems to the pipeline's webhook."""
+    from delivered.operate.notify import notifying
+    from delivered.spark.recorder import recorded
+
+    with notifying(pipeline):
+        try:
+            return _run_pipeline(
+                pipeline, takeover, stop_timeout, spark_log, output, supervise, wait=wait, metrics_port=metrics_port
+            )
+        finally:
+            recorded()
+
+
+def _run_pipeline(
+    pipeline: Pipeline,
+    takeover: bool,
+    stop_timeout: float,
+    spark_log: str | None,
+    output: Output,
+    supervise: Callable[[], None],
+    *,
+    wait: bool,
+    metrics_port: int | None,
+) -> int:
     """Run it; returns the exit code. Raises the cause of a failed query as a `DeliveredError`.
 
     Args:

@@ -25,15 +25,27 @@ from delivered.cli.command import (
     plain_table,
     say,
     say_json,
+    show_warnings,
     spoken,
     stamp,
     stop_on_signal,
 )
 from delivered.model.errors import UsageError
+from delivered.model.limits import NOTIFY_EVERY_S
 from delivered.model.options import is_reference, resolve_secret
 from delivered.operate.page import look_with_flow
 from delivered.operate.seals import sealed_text, span
-from delivered.operate.status import Driver, Status, files, lag_text, look, not_ready, receivers_text, unanswered
+from delivered.operate.status import (
+    Driver,
+    Status,
+    files,
+    lag_text,
+    look,
+    look_at,
+    not_ready,
+    receivers_text,
+    unanswered,
+)
 
 PathsArgument = Annotated[
     list[Path], typer.Argument(help="Pipeline files, or folders of them. Default: this folder.", show_default=False)
@@ -102,6 +114,44 @@ def top(
             if looks == 0:
                 break
             stop.wait(every)
+
+
+def watch(
+    paths: PathsArgument = [Path()],  # noqa: B006
+    every: Annotated[float, typer.Option(min=1.0, help="Seconds between two looks.")] = NOTIFY_EVERY_S,
+    looks: Annotated[int | None, typer.Option(min=1, help="Stop after this many. Default: until Ctrl-C.")] = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Print each problem when it appears and when it has ended, and report it to the webhook of its pipeline's file.
+
+    What was reported is kept in the checkpoint: a restart repeats nothing. A file without `notify` is watched, too.
+    """
+    from delivered.operate.notify import Message, Notifier
+
+    named, stop = files(paths), stop_on_signal()
+    show_warnings()
+    notifiers: dict[str, Notifier] = {}
+
+    def print_line(message: Message) -> None:
+        if output is Output.JSON:
+            say_json({"time": stamp(), **spoken(message).to_json()}, one_line=True)
+        else:
+            step = f" Next: {spoken(message.next_step)}" if message.next_step and not message.has_ended else ""
+            say(f"{stamp()} {message.title}: {spoken(message.text)}{step}")
+
+    while not stop.is_set():
+        for now, pipeline in look_at(named, lambda pipeline: pipeline):
+            if pipeline is None:
+                continue  # its file cannot be read: `status` says why
+            notifier = notifiers.setdefault(
+                pipeline.checkpoint, Notifier(pipeline.name, pipeline.checkpoint, pipeline.notify)
+            )
+            for message in notifier.look(now):
+                print_line(message)
+        looks = looks - 1 if looks is not None else None
+        if looks == 0:
+            break
+        stop.wait(every)
 
 
 def metrics(

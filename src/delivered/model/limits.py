@@ -57,6 +57,12 @@ APPLY_TIMEOUT_S = 120.0
 RECOVERY_WAIT_S = 120.0
 """How long recovery waits for transactions of others to leave the marker's partition."""
 
+NOTIFY_EVERY_S = 10.0
+"""Between two looks for problems to report to a webhook, and between two tries."""
+
+NOTIFY_TRIES_MAX = 180
+"""Of one message: for half an hour. Then it is dropped, and logged."""
+
 TRANSACTION_TIMEOUT_S = 600.0
 """How long a prepared Kafka transaction lives. Below the broker's default limit of 900 s."""
 

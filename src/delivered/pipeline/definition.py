@@ -17,7 +17,7 @@ from delivered.model.dedup import Dedup
 from delivered.model.errors import Refused, UsageError
 from delivered.model.identity import SOURCE, SOURCE_NAME, checked_name
 from delivered.model.limits import NAME_LENGTH_MAX
-from delivered.model.options import choice
+from delivered.model.options import choice, is_reference
 from delivered.model.rows import OnBadRow
 from delivered.model.schedule import Cadence
 from delivered.model.secrets import shown
@@ -130,6 +130,7 @@ class When:
         return {_SPARK_NAMES[self.kind]: True if self.kind is Trigger.AVAILABLE_NOW else self.interval}
 
 
+NOTIFY_FORMATS = ("json", "slack", "teams", "pagerduty")
 AS_FAST_AS_POSSIBLE = When(Trigger.PROCESSING_TIME, "0 seconds")
 AVAILABLE_NOW = When(Trigger.AVAILABLE_NOW)
 
@@ -155,6 +156,28 @@ def parse_trigger(value: str | Mapping[str, Any] | When | None) -> When:
             if key in kinds and isinstance(interval, str) and _INTERVAL.fullmatch(interval.strip()):
                 return When(kinds[key], interval.strip())
     raise UsageError("TRIGGER_VALUE", value=shown(value, "trigger"))
+
+
+@dataclass(frozen=True)
+class Webhook:
+    """Where problems are reported. `url`, `key`: references to secrets."""
+
+    url: str
+    format: str = "json"
+    key: str | None = None
+
+    @classmethod
+    def of(cls, entry: Mapping[str, str]) -> Self:
+        """Raises UsageError: a secret in the place of its reference, an unknown format, or a key that is missing."""
+        made = cls(entry.get("webhook", ""), entry.get("format", "json"), entry.get("key"))
+        for name, value in (("webhook", made.url), ("key", made.key)):
+            if value is not None and not is_reference(value):
+                raise UsageError("NOTIFY_VALUE.REFERENCE", name=name)
+        if made.format not in NOTIFY_FORMATS:
+            raise UsageError("NOTIFY_VALUE.FORMAT", value=shown(made.format), known=", ".join(NOTIFY_FORMATS))
+        if (made.format == "pagerduty") != (made.key is not None):
+            raise UsageError("NOTIFY_VALUE.KEY", value="missing" if made.key is None else shown(made.key))
+        return made
 
 
 class Definition:
@@ -187,6 +210,8 @@ class Definition:
             it is left out and counted as given up, at_most_once only.
         dead_letter: the sink of such rows.
         lineage: send OpenLineage events, to where OPENLINEAGE_URL or openlineage.yml says.
+        notify: where `delivered run` and `delivered watch` report problems: {"webhook": "env:URL", "format": "slack"};
+            formats json, slack, teams and pagerduty, which takes a "key".
 
     Raises:
         UsageError: a name, guarantee, trigger or transform that is not allowed.
@@ -219,6 +244,7 @@ class Definition:
         on_bad_row: str = "fail",
         dead_letter: Endpoint | None = None,
         lineage: bool = False,
+        notify: Mapping[str, str] | None = None,
     ) -> None:
         self.name = checked_name("pipeline", name)
         self.guarantee = Guarantee.parse(guarantee)
@@ -241,6 +267,7 @@ class Definition:
         self.missing_ledger, self.new_target, self.lost_records = missing_ledger, new_target, lost_records
         self.on_bad_row = _on_bad_row(on_bad_row, dead_letter)
         self.dead_letter, self.lineage = dead_letter, lineage
+        self.notify = None if notify is None else Webhook.of(notify)
         of_sinks = ((s.audit, AuditEntry.model_fields) for s in self.sinks)
         for entry, known in ((audit or {}, PipelineAuditEntry.model_fields), *of_sinks):
             if unknown := set(entry) - set(known):
@@ -280,6 +307,7 @@ class Definition:
             on_bad_row=file.on_bad_row,
             dead_letter=endpoint_of(file.dead_letter, folder) if file.dead_letter else None,
             lineage=file.lineage,
+            notify=file.notify.model_dump(exclude_none=True) if file.notify else None,
         )
 
     @property

@@ -150,6 +150,16 @@ class TransformEntry(BaseModel):
         return self
 
 
+class NotifyEntry(BaseModel):
+    """Where problems are reported, once when one appears and once when it has ended."""
+
+    model_config = _STRICT
+
+    webhook: str = Field(description="Reference to its address: env:NAME or file:PATH.")
+    format: str = Field("json", description="json, slack, teams or pagerduty.", examples=["slack"])
+    key: str | None = Field(None, description="Reference to PagerDuty's routing key.")
+
+
 class PipelineFile(BaseModel):
     """A delivered pipeline."""
 
@@ -214,6 +224,7 @@ class PipelineFile(BaseModel):
     master: str | None = Field(None, description="Spark master. Default: what spark-submit set, else local[*].")
     spark: dict[str, Scalar] = Field(default_factory=dict, description="Spark configuration.")
     audit: PipelineAuditEntry | None = None
+    notify: NotifyEntry | None = None
 
     @model_validator(mode="after")
     def _one(self) -> PipelineFile:
@@ -531,7 +542,7 @@ def _put(data: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
         if not (isinstance(sources, dict) and isinstance(sources.get(name), dict) and rest):
             raise UsageError("OVERRIDE_VALUE.SOURCES", origin=origin)
         sources[name][rest] = value
-    elif rest and head in ("source", "dedup", "transform", "audit", "spark"):
+    elif rest and head in ("source", "dedup", "transform", "audit", "notify", "spark"):
         inner = data.setdefault(head, {})
         if not isinstance(inner, dict):
             raise UsageError("OVERRIDE_VALUE.NO_MAPPING", origin=origin, head=head)
