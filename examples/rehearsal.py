@@ -1,14 +1,16 @@
-"""`python -m examples.rehearsal`: what somebody on call sees, and how soon, when a pipeline is in trouble.
+"""`python -m examples.rehearsal [CASE...]`: what somebody on call sees, and how soon, when a pipeline is in trouble.
 
-A pipeline from Kafka and RabbitMQ to Kafka under load, beside it `delivered metrics`, `delivered ui` and a real
-Prometheus with the alert rules of deploy/. Each trouble is made on purpose, looked for in all four places, mended by
-the command that they name, and looked for until it is gone. Then every expression of the rules and of the dashboard is
-evaluated. Writes build/operate.json; exit code 1 if something was not seen within 15 s, or did not go away.
+A pipeline from Kafka and RabbitMQ to Kafka under load, beside it `delivered metrics`, `delivered ui`, `delivered watch`
+with a webhook, and a real Prometheus with the alert rules of deploy/. Each trouble is made on purpose, looked for in
+all five places, mended by the command that they name, and looked for until it is gone. Then every expression of the
+rules and of the dashboard is evaluated. Writes build/operate.json; exit code 1 if something was not seen within 15 s,
+or did not go away.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import os
 import secrets
@@ -20,12 +22,13 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pika
+import psutil
 import yaml
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
@@ -48,7 +51,14 @@ BUILD = Path("build")
 DEPLOY = Path(__file__).parents[1] / "deploy"
 TOKEN = "DELIVERED_UI_TOKEN"
 RULES, DASHBOARD = DEPLOY / "prometheus-alerts.yml", DEPLOY / "grafana-dashboard.json"
-PLACES = ("metrics", "status", "page", "alert")
+HOOK = "REHEARSAL_WEBHOOK"
+PLACES = ("metrics", "status", "page", "webhook", "alert")
+FALLING_S = 75.0
+"""Until the lag has grown for a minute, with the time that batches take."""
+BLOCKS_S = 20.0
+"""15 s, or three batches of this machine."""
+FLOOD_PER_S = 4_000
+BATCH_MAX = 2_000
 
 
 @dataclass(frozen=True)
@@ -97,11 +107,16 @@ class Load(threading.Thread):
         self._queue = pika.BlockingConnection(pika.URLParameters(rabbitmq)).channel()
         self._queue.queue_declare("calls", durable=True, arguments={"x-queue-type": "quorum"})
         self.ended = threading.Event()
+        self.per_s = RECORDS_PER_S
+
+    def send(self, value: bytes) -> None:
+        """One record more."""
+        self._producer.produce("orders", value=value)
 
     def run(self) -> None:
         number = 0
         while not self.ended.wait(0.1):
-            for _ in range(RECORDS_PER_S // 10):
+            for _ in range(self.per_s // 10):
                 with contextlib.suppress(BufferError):
                     self._producer.produce("orders", key=str(number), value=f"order {number}")
                 number += 1
@@ -110,11 +125,36 @@ class Load(threading.Thread):
             self._producer.poll(0)
 
 
-class Watch:
-    """The four places."""
+class Webhook(http.server.ThreadingHTTPServer):
+    """Keeps which problems were reported, and have not ended."""
 
-    def __init__(self, file: Path, metrics_port: int, ui_port: int, prometheus_port: int, alerts: bool) -> None:
-        self._file = file
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Hook)
+        self.open: set[tuple[str, str]] = set()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class _Hook(http.server.BaseHTTPRequestHandler):
+    server: Webhook
+
+    def do_POST(self) -> None:
+        told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        key = told["code"], told["about"]
+        self.server.open.add(key) if told["event"] == "problem" else self.server.open.discard(key)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class Watch:
+    """The five places."""
+
+    def __init__(
+        self, file: Path, metrics_port: int, ui_port: int, prometheus_port: int, alerts: bool, webhook: Webhook
+    ) -> None:
+        self._file, self._webhook = file, webhook
         self._metrics, self._ui = f"http://127.0.0.1:{metrics_port}/metrics", f"http://127.0.0.1:{ui_port}"
         self._prometheus = f"http://127.0.0.1:{prometheus_port}/api/v1/alerts"
         self.places = PLACES if alerts else PLACES[:-1]
@@ -125,6 +165,7 @@ class Watch:
             "metrics": lambda: any(f'code="{c}"' in fetched(self._metrics) for c in codes),
             "status": lambda: any(p["code"] in codes for s in self._status() for p in s["problems"]),
             "page": lambda: any(c in fetched(self._ui) for c in codes),
+            "webhook": lambda: any(c in codes for c, _ in self._webhook.open),
             "alert": lambda: any(a in alerts for a in self._firing()),
         }
         return {place for place in self.places if looks[place]()}
@@ -202,6 +243,11 @@ class Command:
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
+    def kill_jvm(self) -> None:
+        """As the system does when memory runs out."""
+        below = psutil.Process(self.process.pid).children(recursive=True) if self.process is not None else []
+        next(p for p in below if p.name() == "java").kill()
+
     def kill(self) -> None:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -249,23 +295,31 @@ def cost(checkpoint: str) -> dict[str, float]:
     return {"report_ms": round(each * 1000, 3), "batch_ms": round(median * 1000, 1), "share": round(each / median, 5)}
 
 
-def main() -> int:
+def main(chosen: Sequence[str] = ()) -> int:
     os.environ[TOKEN] = secrets.token_urlsafe(24)
+    webhook = Webhook()
+    os.environ[HOOK] = f"http://127.0.0.1:{webhook.server_port}/"
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     broker = brokers.start("kafka", folder / "kafka", dies_with_parent=True)
     rabbitmq = brokers.start("rabbitmq", folder / "rabbitmq", dies_with_parent=True)
     admin = AdminClient({"bootstrap.servers": broker.bootstrap, "log_level": 0})
-    for future in admin.create_topics([NewTopic(name, 2, 1) for name in ("orders", "clean")]).values():
+    small = {"max.message.bytes": "100000"}
+    topics = [NewTopic("orders", 2, 1), NewTopic("clean", 2, 1, config=small), NewTopic("rejected", 1, 1)]
+    for future in admin.create_topics(topics).values():
         future.result()
     pipeline = {
         "pipeline": "clean", "guarantee": "exactly_once", "checkpoint": "checkpoint", "trigger": "1 second",
         "sources": {
-            "orders": {"format": "kafka", "kafka.bootstrap.servers": broker.bootstrap, "subscribe": "orders"},
+            "orders": {"format": "kafka", "kafka.bootstrap.servers": broker.bootstrap, "subscribe": "orders",
+                       "maxOffsetsPerTrigger": BATCH_MAX},
             "calls": {"format": "rabbitmq", "url": rabbitmq.url, "queue": "calls", "log": str(folder / "log")},
         },
         "transform": {"sql": "SELECT key, value FROM orders UNION ALL SELECT key, value FROM calls"},
         "sinks": [{"format": "kafka", "kafka.bootstrap.servers": broker.bootstrap, "topic": "clean"}],
+        "on_bad_row": "dead_letter",
+        "dead_letter": {"format": "kafka", "kafka.bootstrap.servers": broker.bootstrap, "topic": "rejected"},
         "master": "local[2]", "audit": {"every": f"{AUDIT_EVERY_S} s", "share": "100 %"},
+        "notify": {"webhook": f"env:{HOOK}"},
     }  # fmt: skip
     file = folder / "clean.yaml"
     file.write_text(yaml.safe_dump(pipeline), encoding="utf-8")
@@ -276,13 +330,14 @@ def main() -> int:
     except Exception as error:
         print(f"no Prometheus here, so alerts are not rehearsed: {error}", file=sys.stderr)
         program = None
-    watch = Watch(file, *ports, alerts=program is not None)
+    watch = Watch(file, *ports, alerts=program is not None, webhook=webhook)
     cli = (sys.executable, "-m", "delivered.cli.main")
     # Audits run beside the driver, so that they can stop alone.
     driver, receiver = Command("run", file, "--set", "audit.every=1 day"), Command("receive", file)
     auditor = Command("audit", file, "--follow")
     load = Load(broker.bootstrap, rabbitmq.url)
     hanging: list[Producer] = []
+    blocking: list[Producer] = []
 
     def hang() -> None:
         """As a task leaves it that was killed after its first rows, on a machine that never came back."""
@@ -305,6 +360,19 @@ def main() -> int:
         until(lambda: bool(listed()), SEEN_WITHIN_S, "the page did not list the transaction")
         (name,) = listed()
         fetched(f"http://127.0.0.1:{ports[1]}/end/0/abort/{urllib.parse.quote(name, safe='')}", "POST")
+
+    def block() -> None:
+        """As an application that died after its first record, or waits for something else."""
+        blocking.append(Producer({"bootstrap.servers": broker.bootstrap, "transactional.id": "billing-7",
+                                  "transaction.timeout.ms": 120_000, "log_level": 0}))  # fmt: skip
+        blocking[-1].init_transactions(30)
+        blocking[-1].begin_transaction()
+        blocking[-1].produce("orders", value=b"never committed", partition=0)
+        blocking[-1].flush(30)
+
+    def expire_unaudited() -> None:
+        auditor.kill()
+        expire()
 
     def expire() -> None:
         """Delete records that were delivered and not sealed, as retention would."""
@@ -333,6 +401,7 @@ def main() -> int:
         stack.enter_context(beside(*cli, "metrics", str(file), "--port", str(ports[0]), log=folder / "metrics.log"))
         page = ("ui", str(file), "--port", str(ports[1]), "--token", f"env:{TOKEN}")
         stack.enter_context(beside(*cli, *page, log=folder / "ui.log"))
+        stack.enter_context(beside(*cli, "watch", str(file), "--every", "2", log=folder / "watch.log"))
         if program is not None:
             config = folder / "prometheus.yml"
             scrape = {"job_name": "delivered", "static_configs": [{"targets": [f"127.0.0.1:{ports[0]}"]}]}
@@ -356,49 +425,62 @@ def main() -> int:
 
         until(quiet, 300, "the pipeline did not run without a problem")
         print("the pipeline runs, and nothing is shown", flush=True)
-        orphaned, stopped = ("DELIVERED_TRANSACTION_ORPHANED",), ("DELIVERED_STOPPED_WITH_LAG",)
         away = ("DELIVERED_KAFKA_UNREACHABLE", "DELIVERED_KAFKA_NO_ANSWER", "DELIVERED_LEDGER_UNREACHABLE")
-        results.append(
-            rehearse(
-                watch, "a transaction hangs", hang, orphaned, ("DeliveredTransactionOrphaned",),
-                "the page's button abort (delivered transactions abort)", abort,
-            )
+
+        def case(
+            name: str, trouble: Callable[[], None], code: str | tuple[str, ...], alert: str, mended_by: str,
+            mend: Callable[[], object], due_s: float = 0.0, gone_within_s: float = GONE_WITHIN_S,
+        ) -> None:  # fmt: skip
+            if chosen and name not in chosen:
+                return
+            until(quiet, 150, f"{name}: the pipeline did not recover from what was before")
+            codes = (f"DELIVERED_{code}",) if isinstance(code, str) else code
+            results.append(rehearse(watch, name, trouble, codes, (alert,), mended_by, mend, due_s, gone_within_s))
+
+        def look_at_dead_letters() -> None:
+            subprocess.run([*cli, "dead-letters", "list", str(file)], check=True, capture_output=True)
+
+        case(
+            "a transaction hangs", hang, "TRANSACTION_ORPHANED", "DeliveredTransactionOrphaned",
+            "the page's button abort (delivered transactions abort)", abort,
         )  # fmt: skip
-        results.append(
-            rehearse(
-                watch, "the driver is killed", driver.kill, stopped, ("DeliveredNoDecision",),
-                "delivered run clean.yaml", driver.start,
-            )
+        case(
+            "another application's transaction blocks the source", block, "TRANSACTION_BLOCKS",
+            "DeliveredTransactionBlocks", "that application's abort", lambda: blocking.pop().abort_transaction(30),
+            BLOCKS_S,
         )  # fmt: skip
-        until(quiet, 90, "the pipeline did not recover")
-        results.append(
-            rehearse(
-                watch, "a receiver is killed", receiver.kill, ("DELIVERED_RECEIVER_GONE",), ("DeliveredReceiverGone",),
-                "delivered receive clean.yaml", receiver.start,
-            )
+        case(
+            "the driver is killed", driver.kill, "STOPPED_WITH_LAG", "DeliveredNoDecision",
+            "delivered run clean.yaml", driver.start,
         )  # fmt: skip
-        results.append(
-            rehearse(
-                watch, "the broker is down", broker.kill, away, ("DeliveredUnreachable",),
-                "a restart of the broker", broker.restart,
-            )
+        case(
+            "Spark's JVM is killed", driver.kill_jvm, "RUN_FAILED", "DeliveredRunFailed",
+            "delivered run clean.yaml", driver.start,
         )  # fmt: skip
-        until(quiet, 120, "the pipeline did not recover")
-        results.append(
-            rehearse(
-                watch, "audits stop", auditor.kill, ("DELIVERED_SEAL_OLD",), ("DeliveredSealOld",),
-                "delivered audit --follow clean.yaml", auditor.start, SEALS_LATE * AUDIT_EVERY_S,
-                AUDITED_WITHIN_S,
-            )
+        case(
+            "a row is rejected", lambda: load.send(b"x" * 200_000), "DEAD_LETTERS", "DeliveredDeadLetters",
+            "delivered dead-letters list clean.yaml", look_at_dead_letters,
         )  # fmt: skip
-        until(quiet, 120, "the audits did not recover")
-        auditor.kill()
-        results.append(
-            rehearse(
-                watch, "records expire", expire, ("DELIVERED_UNSEALED_EXPIRED",), ("DeliveredUnsealedExpired",),
-                "delivered audit --follow clean.yaml", auditor.start, 0.0,
-                AUDITED_WITHIN_S,
-            )
+        case(
+            "a receiver is killed", receiver.kill, "RECEIVER_GONE", "DeliveredReceiverGone",
+            "delivered receive clean.yaml", receiver.start,
+        )  # fmt: skip
+        case("the broker is down", broker.kill, away, "DeliveredUnreachable", "a restart of the broker", broker.restart)
+        case(
+            "the broker is frozen", lambda: os.kill(broker.pid, signal.SIGSTOP), away, "DeliveredUnreachable",
+            "the broker's process goes on", lambda: os.kill(broker.pid, signal.SIGCONT),
+        )  # fmt: skip
+        case(
+            "audits stop", auditor.kill, "SEAL_OLD", "DeliveredSealOld", "delivered audit --follow clean.yaml",
+            auditor.start, SEALS_LATE * AUDIT_EVERY_S, AUDITED_WITHIN_S,
+        )  # fmt: skip
+        case(
+            "records expire", expire_unaudited, "UNSEALED_EXPIRED", "DeliveredUnsealedExpired",
+            "delivered audit --follow clean.yaml", auditor.start, 0.0, AUDITED_WITHIN_S,
+        )  # fmt: skip
+        case(
+            "the pipeline falls behind", lambda: setattr(load, "per_s", FLOOD_PER_S), "FALLING_BEHIND",
+            "DeliveredFallingBehind", "less load", lambda: setattr(load, "per_s", 0), FALLING_S,
         )  # fmt: skip
         expressions = evaluated(ports[2]) if program is not None else {}
     found = {
@@ -417,4 +499,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

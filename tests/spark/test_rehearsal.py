@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[2]
 
 
 CASES = [
-    *("a transaction hangs", "the driver is killed", "a receiver is killed", "the broker is down"),
-    *("audits stop", "records expire"),
+    *("a transaction hangs", "another application's transaction blocks the source", "the driver is killed"),
+    *("Spark's JVM is killed", "a row is rejected", "a receiver is killed", "the broker is down"),
+    *("the broker is frozen", "audits stop", "records expire", "the pipeline falls behind"),
 ]
 
 
@@ -23,11 +24,11 @@ CASES = [
 def test_trouble_is_seen_and_mended(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "examples.rehearsal"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     cases = json.loads((tmp_path / "build" / "operate.json").read_text())["cases"]
     assert [c["case"] for c in cases] == CASES
-    assert all(c["seen_on"] == ["alert", "metrics", "page", "status"] for c in cases)
+    assert all(c["seen_on"] == ["alert", "metrics", "page", "status", "webhook"] for c in cases)
 
 
 @pytest.mark.matrix
