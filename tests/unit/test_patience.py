@@ -130,7 +130,11 @@ def test_outages_of_several_processes_are_one() -> None:
 def test_a_process_that_was_killed_does_not_keep_an_outage_open(monkeypatch: pytest.MonkeyPatch) -> None:
     outages, away = Outages(), "x does not answer, retrying (3 s)"
     now = time.monotonic()
-    assert outages.is_new(1, away)
+    assert outages.is_new(1, away) and not outages.is_new(2, away)
+    again = "x answers again, after 9 s"
+    assert not outages.is_new(2, again) and outages.ended() == []
     monkeypatch.setattr(patience.time, "monotonic", lambda: now + 3 * patience.TELL_EVERY_S)
+    assert outages.ended() == [again] and outages.ended() == []
+    assert outages.is_new(2, away), "a new outage"
+    monkeypatch.setattr(patience.time, "monotonic", lambda: now + 3 * patience.TELL_EVERY_S + patience.SHOW_EVERY_S)
     assert outages.is_new(2, away), "once a minute"
-    assert outages.is_new(2, "x answers again, after 90 s")

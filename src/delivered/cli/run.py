@@ -460,7 +460,7 @@ class _WorkerLines:
     """Workers' messages for the user: their lines in Spark's log, unless that is shown anyway."""
 
     def __init__(self, log: Path | None, outages: Outages) -> None:
-        self._outages = outages
+        self.outages = outages
         self._file = log.open("rb") if log is not None else None
         self._rest = b""
         if self._file is not None:
@@ -478,7 +478,7 @@ class _WorkerLines:
         return list(dict.fromkeys(message for head, _, message in marked if self._is_new(_process(head), message)))
 
     def _is_new(self, process: int, message: str) -> bool:
-        return self._outages.is_new(process, message)
+        return self.outages.is_new(process, message)
 
     def close(self) -> None:
         if self._file is not None:
@@ -516,6 +516,8 @@ class _QueryProgress:
     def line(self, progress: Progress) -> None:
         for text in self._warnings.new():
             relay(text)
+        for text in self._warnings.outages.ended():
+            log_line(text)
         if self._status is not None:
             self._status.update(Text(progress.text))
             return

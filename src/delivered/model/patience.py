@@ -30,8 +30,10 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, OUTAGE_PATIENCE_S
 log = logging.getLogger("delivered.outage")
 
 TELL_AFTER_S = 3.0
-TELL_EVERY_S = 60.0
-_SAME_MINUTE = 0.9
+TELL_EVERY_S = 15.0
+"""Of one process."""
+SHOW_EVERY_S = 60.0
+"""Of all processes of a pipeline, by `Outages`."""
 _ENDED_AFTER = 2.5
 """Intervals without a warning, after which a process no longer waits, or has ended."""
 _FORGET_S = 10.0
@@ -250,32 +252,45 @@ _BACK_LINE = re.compile(r"(?P<server>.+) answers again, after \d+ s")
 
 class Outages:
     """What several processes log of outages, each by its own clock, as one: a line when a server stops answering, one a
-    minute while it is away, and one when the last process that waited has its answer. Thread-safe."""
+    minute while it is away, and one when no process waits for it any more. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[str, dict[int, float]] = {}
-        self._logged_at: dict[str, float] = {}
+        self._shown_at: dict[str, float] = {}
+        self._answered: dict[str, str] = {}
 
     def is_new(self, process: int, text: str) -> bool:
-        """Whether to show a line of a process's log."""
+        """Whether to show a line of a process's log now."""
         now = time.monotonic()
         with self._lock:
             if away := _AWAY_LINE.fullmatch(text):
                 server = away["server"]
                 self._waiting.setdefault(server, {})[process] = now
-                if now - self._logged_at.get(server, float("-inf")) < TELL_EVERY_S * _SAME_MINUTE:
+                self._answered.pop(server, None)
+                if now - self._shown_at.get(server, float("-inf")) < SHOW_EVERY_S:
                     return False
-                self._logged_at[server] = now
+                self._shown_at[server] = now
             elif back := _BACK_LINE.fullmatch(text):
                 server = back["server"]
-                waiting = self._waiting.get(server, {})
-                waiting.pop(process, None)
-                # Those that were killed log no end.
-                if any(now - at < _ENDED_AFTER * TELL_EVERY_S for at in waiting.values()):
-                    return False
-                self._waiting.pop(server, None)
-                return self._logged_at.pop(server, None) is not None
+                self._waiting.get(server, {}).pop(process, None)
+                if server in self._shown_at:
+                    self._answered[server] = text
+                return self._is_over(server, now)
+        return True
+
+    def ended(self) -> list[str]:
+        """Lines of outages that are over although a process that waited has not said so: it gave up, or was killed."""
+        now = time.monotonic()
+        with self._lock:
+            return [text for server, text in [*self._answered.items()] if self._is_over(server, now)]
+
+    def _is_over(self, server: str, now: float) -> bool:
+        waits = self._waiting.get(server, {}).values()
+        if server not in self._answered or any(now - at < _ENDED_AFTER * TELL_EVERY_S for at in waits):
+            return False
+        for known in (self._waiting, self._shown_at, self._answered):
+            known.pop(server, None)
         return True
 
 

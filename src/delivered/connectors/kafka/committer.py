@@ -627,8 +627,11 @@ class KafkaCommitter(Committer):
         return [_shown(t) for t in self._unfinished()]
 
     def held_back(self) -> HeldBack | None:
+        """Of a sink with one topic: rows that name theirs may go to any."""
         from delivered.connectors.kafka.held_back import held_back
 
+        if self._options.topic is None:
+            return None
         *partitions, _ = written_partitions(self._wire, self._options, self._scope)
         servers = self._options.client["bootstrap.servers"]
         return held_back(self._wire, partitions, servers, partial(is_ours, self._scope))
