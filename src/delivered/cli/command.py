@@ -28,6 +28,7 @@ from rich.text import Text
 from delivered.entry import Pipeline
 from delivered.model.errors import DeliveredError
 from delivered.model.options import in_file_words
+from delivered.model.patience import Outages
 from delivered.model.secrets import one_line, plain, without_passwords
 from delivered.model.step import LOG_FORMAT, JsonLines, as_json
 from delivered.model.translate import translated
@@ -142,17 +143,18 @@ class _Warnings(logging.Handler):
             log_line(without_passwords(record.getMessage()))
 
 
-def show_warnings(shown: Callable[[logging.LogRecord], bool] = lambda _: True) -> None:
+def show_warnings(outages: Outages | None = None) -> None:
     """Print this package's warnings from now on: nothing else configures logging in this process.
 
     Args:
-        shown: whether to print a record; replaces that of an earlier call.
+        outages: those of other processes, with which this one's are shown as one; replaces those of an earlier call.
     """
+    shown = outages or Outages()
     logger = logging.getLogger("delivered")
     for handler in [h for h in logger.handlers if isinstance(h, _Warnings)]:
         logger.removeHandler(handler)
     handler = _Warnings(logging.WARNING)
-    handler.addFilter(shown)
+    handler.addFilter(lambda record: shown.is_new(os.getpid(), record.getMessage()))
     logger.addHandler(handler)
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -316,17 +317,16 @@ def run_pipeline(
     wait: bool = True,
     metrics_port: int | None = None,
 ) -> int:
-    """As `_run_pipeline`; reports problems to the pipeline's webhook."""
+    """Run it, and report its problems to its webhook, as `_run_pipeline`."""
+    run_it = partial(
+        _run_pipeline, pipeline, takeover, stop_timeout, spark_log, output, supervise, wait=wait, port=metrics_port
+    )
+    if pipeline.notify is None:
+        return run_it()
     from delivered.operate.notify import notifying
-    from delivered.spark.recorder import recorded
 
     with notifying(pipeline):
-        try:
-            return _run_pipeline(
-                pipeline, takeover, stop_timeout, spark_log, output, supervise, wait=wait, metrics_port=metrics_port
-            )
-        finally:
-            recorded()
+        return run_it()
 
 
 def _run_pipeline(
@@ -338,25 +338,26 @@ def _run_pipeline(
     supervise: Callable[[], None],
     *,
     wait: bool,
-    metrics_port: int | None,
+    port: int | None,
 ) -> int:
     """Run it; returns the exit code. Raises the cause of a failed query as a `DeliveredError`.
 
     Args:
         supervise: raises if something that runs next to the query failed, which ends the query.
         wait: for an unreachable server, as long as its restart may take.
-        metrics_port: serve the pipeline's status and Spark's figures there, for Prometheus.
+        port: serve the pipeline's status and Spark's figures there, for Prometheus.
     """
     from delivered.checkpoint.runs import keep_failed_start
     from delivered.pipeline.progress import watch
     from delivered.planner import Refusal
     from delivered.spark.internals import recent_reports
+    from delivered.spark.recorder import recorded
 
     work_for(pipeline.name)
     request = StopRequest()
     request.listen()
     outages = Outages()
-    show_warnings(lambda record: outages.is_new(os.getpid(), record.getMessage()))
+    show_warnings(outages)
     with working(f"checking source and sink of {pipeline.name}"):
         try:
             plan = patiently(
@@ -384,8 +385,9 @@ def _run_pipeline(
         request.listen()  # again: a new SparkContext takes over SIGINT to cancel running jobs
         if request.stop.is_set():
             return 0
-        if metrics_port is not None:
-            stack.enter_context(_metrics(pipeline, spark, metrics_port))
+        if port is not None:
+            stack.enter_context(_metrics(pipeline, spark, port))
+        stack.callback(recorded)
         try:
             query = pipeline.start(spark, takeover=takeover)
         except DeliveredError as error:

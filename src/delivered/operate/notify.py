@@ -288,9 +288,6 @@ def _why(error: Exception) -> str:
 @contextlib.contextmanager
 def notifying(pipeline: Definition) -> Iterator[None]:
     """Look at a pipeline and report its problems, on a thread, as long as the body runs; once more if it fails."""
-    if pipeline.notify is None:
-        yield
-        return
     notifier, stop = Notifier(pipeline.name, pipeline.checkpoint, pipeline.notify), threading.Event()
 
     def watch() -> None:

@@ -383,13 +383,13 @@ def _ask_source(name: str, source: Source, answers: dict[str, Any]) -> None:
     at = answers.get("positions", {}).get(name)
     with contextlib.closing(source.driver()) as driver:
         newest = driver.newest()  # also without a position: a source that does not answer is no healthy one
+        if newest is not None and at is not None:
+            behind = lag_by_partition({"endOffset": at, "latestOffset": newest})
+            add("lag", behind)
+            if behind is not None:
+                start = json.loads(at) if any(behind.values()) else newest
+                add("waiting_since_ms", driver.waiting_since(start, newest))
         add("held_back", driver.held_back())
-        if at is None:
-            return
-        behind = lag_by_partition({"endOffset": at, "latestOffset": newest}) if newest is not None else None
-        add("lag", behind)
-        if newest is not None and behind is not None:
-            add("waiting_since_ms", driver.waiting_since(json.loads(at) if any(behind.values()) else newest, newest))
 
 
 @contextlib.contextmanager
@@ -600,13 +600,14 @@ def blocking_transactions(now: Status, batch_s: float) -> Iterator[Problem]:
 
 def run_problems(now: Status) -> Iterator[Problem]:
     """The error that ended the last run, unless a later one goes on."""
-    ended = [r for r in now.runs if r.ended_ms is not None]
-    if now.driver is Driver.RUNNING or not ended or not ended[-1].has_failed or now.runs[-1] is not ended[-1]:
+    last = now.runs[-1] if now.runs else None
+    if now.driver is Driver.RUNNING or last is None or last.ended_ms is None or not last.has_failed:
         return
-    last = ended[-1]
+    if now.decided_at_ms is not None and now.decided_at_ms > last.ended_ms:
+        return  # by another driver, beside which this one could not start
     yield Problem.build(
         "RUN_FAILED",
-        at=html.utc(last.ended_ms or 0),
+        at=html.utc(last.ended_ms),
         host=last.host,
         process=last.process,
         batch="before its first batch" if last.batch is None else f"in batch {last.batch}",

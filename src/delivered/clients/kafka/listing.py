@@ -526,7 +526,8 @@ def hidden_in(
 
     Returns:
         Offsets from the last stable one to the high watermark, of partitions that have any; and each open transaction
-        in these, with the timestamp of its producer's newest record. None of topics that this user may not read.
+        in these, with the timestamp of its producer's newest record. None of topics that this user may not read, and
+        none before Kafka 2.8.
 
     Raises:
         NoAnswer: a partition's leader did not answer.
@@ -534,9 +535,10 @@ def hidden_in(
     # In this order: a transaction that starts in between hides nothing here.
     ends, stable = (_ends(wire, partitions, level, deadline) for level in (_UNCOMMITTED, _COMMITTED))
     hidden = {p: ends[p] - stable[p] for p in ends if stable.get(p, ends[p]) < ends[p]}
+    known = _DESCRIBE_PRODUCERS in wire.patiently(wire.channel).versions.api_versions
     found = [
         (_open_at(topic.name, part.partition_index, p), p.last_timestamp)
-        for answer in (_ask_leaders(wire, hidden, _describe_request, deadline) if hidden else ())
+        for answer in (_ask_leaders(wire, hidden, _describe_request, deadline) if hidden and known else ())
         for topic in answer.topics
         for part in topic.partitions
         for p in part.active_producers or ()

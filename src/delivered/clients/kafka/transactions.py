@@ -19,6 +19,7 @@ from delivered.model.patience import left_s
 from delivered.model.work import Failed, Handle, Ok, Outcome, Unknown
 
 OPEN_STATES = ("Ongoing", "PrepareEpochFence", "PrepareCommit", "PrepareAbort")
+_LIST_TRANSACTIONS = 66
 _PIPELINED_MAX = 48
 """EndTxn requests without an answer; below the connections' own limit."""
 _ENDING_WAIT_S = 2.0
@@ -226,7 +227,7 @@ def listed(wire: Wire, ours: Callable[[str], bool], states: Iterable[str], deadl
 def named(wire: Wire, producer_ids: Collection[int], deadline: float) -> dict[int, TransactionState]:
     """Open transactions of these producers, of any application, as their coordinators know them.
 
-    Those that this user may not describe, or that no coordinator knows, are absent.
+    Those that this user may not describe, or that no coordinator knows, are absent; before Kafka 3.0, all are.
 
     Raises:
         NoAnswer: a broker of the cluster did not answer.
@@ -234,6 +235,8 @@ def named(wire: Wire, producer_ids: Collection[int], deadline: float) -> dict[in
     from kafka.protocol.admin.transactions import ListTransactionsRequest
 
     names: list[str] = []
+    if _LIST_TRANSACTIONS not in wire.patiently(wire.channel).versions.api_versions:
+        return {}
     for node in wire.nodes():
         request = ListTransactionsRequest(
             state_filters=list(OPEN_STATES), producer_id_filters=list(producer_ids), max_version=0
