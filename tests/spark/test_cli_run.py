@@ -14,6 +14,8 @@ import pytest
 import yaml
 from tests.spark.cli_help import WAIT_S, running, terminal, until
 
+from delivered.checkpoint.history import samples
+from delivered.checkpoint.runs import runs
 from delivered.cli.example import RECORDS, write_example
 from delivered.connectors.log import append
 
@@ -83,6 +85,9 @@ def test_a_signal_lets_the_running_batch_finish(example: Path, how: str) -> None
     )
     assert offsets == commits, "every batch that began is logged"
     assert 40 <= rows(example.parent) < RECORDS, "and it stopped before the end"
+    (run,) = runs(str(checkpoint))
+    assert run.ended_ms is not None and run.batch == max(commits) and not run.has_failed
+    assert samples(str(checkpoint))[0].lag_total > 0
 
 
 @pytest.mark.matrix

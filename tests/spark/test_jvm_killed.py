@@ -11,6 +11,7 @@ import pytest
 from tests.spark.cli_help import WAIT_S, running, until
 
 from delivered.checkpoint import history
+from delivered.checkpoint.runs import runs
 from delivered.cli.example import write_example
 
 
@@ -28,6 +29,12 @@ def test_a_killed_jvm_is_one_error_with_what_to_do(tmp_path: Path) -> None:
     assert "spark.driver.memory" in err and "Next:" in err
     assert "py4j" not in err and "Traceback" not in err
     assert len(err.splitlines()) < 12, err
+    (run,) = runs(checkpoint)
+    assert (run.code, run.ended_ms is not None) == ("DELIVERED_SPARK_ENDED", True)
+    with running("status", str(example)) as process:
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1 and "[DELIVERED_RUN_FAILED]" in out, out
     with running("run", str(example), "--available-now") as process:
         out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
+    assert [r.has_failed for r in runs(checkpoint)] == [True, False]
