@@ -8,7 +8,8 @@ import time
 import pytest
 
 from delivered.model import patience
-from delivered.model.patience import Outages, Stall, patience_s, unanswered, wait_out, within
+from delivered.model.errors import Unreachable
+from delivered.model.patience import Outages, Stall, patience_s, patiently, unanswered, wait_out, within
 
 
 class Away(Exception):
@@ -138,3 +139,25 @@ def test_a_process_that_was_killed_does_not_keep_an_outage_open(monkeypatch: pyt
     assert outages.is_new(2, away), "a new outage"
     monkeypatch.setattr(patience.time, "monotonic", lambda: now + 3 * patience.TELL_EVERY_S + patience.SHOW_EVERY_S)
     assert outages.is_new(2, away), "once a minute"
+
+
+def test_a_slow_start_is_no_outage(caplog: pytest.LogCaptureFixture) -> None:
+    """A plan may take seconds of a busy machine: no server is away."""
+
+    def slow() -> int:
+        with unanswered("other"):
+            assert told(caplog, "other does not answer")
+        return 1
+
+    assert patiently("a server of orders", slow) == 1
+    assert "a server of orders" not in caplog.text
+    tries = iter([Unreachable("KAFKA_UNREACHABLE.CONNECT", "No broker answered."), None])
+
+    def away_once(_: object) -> Unreachable | None:
+        return next(tries)
+
+    def ask() -> int:
+        return 2
+
+    assert patiently("a server of orders", ask, away=away_once) == 2
+    assert "No broker answered; waiting up to" in caplog.text

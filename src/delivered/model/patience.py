@@ -126,19 +126,25 @@ def wait_out(
         The last error of `ask`.
     """
 
+    with within(patience_s), unanswered(server, away, kind or call_kind(ask)):
+        return _ask_again(server, ask, away)
+
+
+def _ask_again(server: str, ask: Callable[[], T], away: Callable[[BaseException], bool]) -> T:
+    """Until there is an answer, or the enclosing wait ends."""
+
     def failed(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         log.debug("%s: asking again: %s", server, error)
 
-    with within(patience_s), unanswered(server, away, kind or call_kind(ask)):
-        asking = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(away),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=_PAUSE_S_MAX),
-            stop=tenacity.stop_after_delay(max(0.0, _deadline.get() - time.monotonic())),
-            before_sleep=failed,
-            reraise=True,
-        )
-        return asking(ask)
+    asking = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(away),
+        wait=tenacity.wait_random_exponential(multiplier=0.05, max=_PAUSE_S_MAX),
+        stop=tenacity.stop_after_delay(max(0.0, _deadline.get() - time.monotonic())),
+        before_sleep=failed,
+        reraise=True,
+    )
+    return asking(ask)
 
 
 @contextmanager
@@ -306,7 +312,8 @@ def patiently(
     patience_s: float = OUTAGE_PATIENCE_S,
     stop: Callable[[], bool] = lambda: False,
 ) -> T:
-    """The answer of `ask`, once the server is reachable. The logger `delivered.outage` reports the wait.
+    """The answer of `ask`, once the server is reachable. The logger `delivered.outage` reports the wait, from the first
+    answer that it is not: `ask` may take long for another reason.
 
     Args:
         server: for messages: "RabbitMQ at broker:5672".
@@ -332,10 +339,12 @@ def patiently(
             if patience_s and not warned and error.may_come_back:
                 log.warning("%s; waiting up to %.0f s", error.message.rstrip("."), patience_s)
                 warned = True
+                outage.enter_context(unanswered(server, _is_away))
             raise
         return answer
 
-    return wait_out(server, once, _is_away, patience_s, call_kind(ask))
+    with within(patience_s), ExitStack() as outage:
+        return _ask_again(server, once, _is_away)
 
 
 def _is_away(error: BaseException) -> bool:

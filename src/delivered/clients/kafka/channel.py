@@ -95,7 +95,7 @@ class Pending:
         while not self.ready(min(_SILENCE_S, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
                 self._channel.timed_out = True
-                self._channel.close(f"no response within {timeout_s:.0f} s")
+                self._channel.close(f"no response within {max(0.0, timeout_s):.0f} s")
             elif self.left_cluster is not None and self.left_cluster():
                 self._channel.close("it left the cluster before it answered")
         if self._frame is None:
