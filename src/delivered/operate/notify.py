@@ -43,7 +43,7 @@ _KEPT_MAX = 1_000
 
 @dataclass(frozen=True)
 class Message:
-    """What somebody is told of one problem.
+    """What is reported of one problem.
 
     Attributes:
         since_ms: when it was first seen, in milliseconds since 1970.
@@ -216,7 +216,7 @@ class Notifier:
         return {
             **{k: Reported(m) for k, m in found.items() if k not in known or known[k].message.has_ended},
             **{
-                # Of a problem that nobody was told, nobody is told the end.
+                # The end of a problem that was never reported is not reported either.
                 k: Reported(replace(r.message, has_ended=True), is_sent=not r.is_sent)
                 for k, r in ended.items()
                 if not r.message.has_ended
