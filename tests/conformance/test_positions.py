@@ -35,7 +35,9 @@ from delivered_lab.verify.services import wait_for
 
 POSTGRES = ["postgres-one-transaction", "postgres-two-phase"]
 EMBEDDED = ["memory-two-phase", "memory-one-transaction", "sqlite", "delta", "iceberg", "files-parquet"]
-ORDERED = [*EMBEDDED, "kafka", "rocketmq", *POSTGRES]
+BY_BATCH = [f"{s}-{m}-by-batch" for s in ("postgres", "mysql") for m in ("one-transaction", "two-phase")]
+ORDERED = [*EMBEDDED, "kafka", "rocketmq", *POSTGRES, *BY_BATCH]
+QUICK = ("postgres-two-phase-by-batch", "mysql-one-transaction-by-batch")
 
 
 def between(rig: Rig, since: Offsets | None = None, until: Offsets | None = None) -> Fingerprint:
@@ -67,7 +69,7 @@ def some(names: Iterable[str], *quick: str) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.matrix) for name in names]
 
 
-@pytest.mark.parametrize("name", some([*ORDERED, *REMOTE], *EMBEDDED, "kafka", "postgres-two-phase"))
+@pytest.mark.parametrize("name", some([*ORDERED, *REMOTE], *EMBEDDED, "kafka", "postgres-two-phase", *QUICK))
 def test_a_position_among_staged_rows(name: str, request: pytest.FixtureRequest) -> None:
     rig = Rig(SINKS[name](request))
     assert rig.sink.capability().no_position == ""
@@ -103,6 +105,7 @@ def test_a_position_between_shards_that_are_visible_at_once(name: str, request: 
     assert (between(rig, None, found[0]), between(rig, *found)) == (first, second)
 
 
+UNORDERED = "rows of MySQL do not say when they were added; the option batchColumn has them numbered"
 UPSERT = {"mode": "upsert", "keyColumns": "key"}
 
 
@@ -124,7 +127,7 @@ def test_the_plan_names_sinks_without_positions(system: str, tmp_path: Path, req
     Rig(sink).run_rows(0, rows_)
     scan, why = sink.scan(), sink.capability().no_position
     assert scan.position() is None
-    assert why == ("rows of MySQL do not say when they were added" if system == "mysql-append" else CHANGES_ROWS)
+    assert why == (UNORDERED if system == "mysql-append" else CHANGES_ROWS)
     asked = replace(TO_SQLITE, capability=sink.capability())
     plan = make_plan(replace(ASKED, sinks=(asked,)))
     assert isinstance(plan, Plan)
@@ -266,6 +269,7 @@ class IcebergHands:
 class PostgresHands:
     server: Any
     table: str
+    key: str = "key"
 
     def execute(self, statement: str) -> list[tuple[Any, ...]]:
         rows: list[tuple[Any, ...]] = self.server.execute(statement.format(t=self.table))
@@ -275,14 +279,26 @@ class PostgresHands:
         self.execute("VACUUM (FREEZE, ANALYZE) {t}")
 
     def delete(self) -> None:
-        self.execute("DELETE FROM {t} WHERE key = '0-0-1'")
+        self.execute(f"DELETE FROM {{t}} WHERE {self.key} = '0-0-1'")
 
     def alter(self) -> None:
-        self.execute("UPDATE {t} SET value = 'x' WHERE key = '0-1-1'")
+        self.execute(f"UPDATE {{t}} SET value = 'x' WHERE {self.key} = '0-1-1'")
 
     def recreate(self) -> int:
         self.execute("DROP TABLE {t}")
-        self.execute("CREATE TABLE {t} (key bytea, value bytea)")
+        self.execute("CREATE TABLE {t} (key bytea, value bytea, batch bigint)")
+        self.execute("INSERT INTO {t} VALUES ('new', 'new')")
+        return 1
+
+
+@dataclass
+class MysqlHands(PostgresHands):
+    def tidy(self) -> None:
+        self.execute("OPTIMIZE TABLE {t}")
+
+    def recreate(self) -> int:
+        self.execute("DROP TABLE {t}")
+        self.execute("CREATE TABLE {t} (`key` longblob, value longblob)")
         self.execute("INSERT INTO {t} VALUES ('new', 'new')")
         return 1
 
@@ -317,6 +333,14 @@ HANDS: dict[str, Callable[[Rig, pytest.FixtureRequest], Hands]] = {
     **dict.fromkeys(
         POSTGRES, lambda rig, request: PostgresHands(request.getfixturevalue("postgres"), rig.sink.options.table_text)
     ),
+    **{
+        name: lambda rig, request: PostgresHands(request.getfixturevalue("postgres"), rig.sink.options.table_text)
+        for name in BY_BATCH[:2]
+    },
+    **{
+        name: lambda rig, request: MysqlHands(request.getfixturevalue("mysql"), rig.sink.options.table_text, "`key`")
+        for name in BY_BATCH[2:]
+    },
     "iceberg": lambda _, request: IcebergHands(request.getfixturevalue("tmp_path") / "lake"),
 }
 
@@ -331,7 +355,7 @@ def started(name: str, request: pytest.FixtureRequest) -> tuple[Rig, Hands, Offs
     return rig, HANDS[name](rig, request), at, facts
 
 
-@pytest.mark.parametrize("name", some(HANDS, "sqlite", "delta", "files-parquet", "postgres-two-phase"))
+@pytest.mark.parametrize("name", some(HANDS, "sqlite", "delta", "files-parquet", "postgres-two-phase", *QUICK))
 def test_what_a_system_does_to_its_files_changes_nothing(name: str, request: pytest.FixtureRequest) -> None:
     rig, hands, at, facts = started(name, request)
     end = position(rig)
@@ -346,7 +370,7 @@ def test_what_a_system_does_to_its_files_changes_nothing(name: str, request: pyt
 
 
 @pytest.mark.parametrize("what", ["delete", "alter"])
-@pytest.mark.parametrize("name", some(HANDS, "sqlite", "delta", "files-parquet", "postgres-two-phase"))
+@pytest.mark.parametrize("name", some(HANDS, "sqlite", "delta", "files-parquet", "postgres-two-phase", *QUICK))
 def test_a_changed_row_before_a_position_is_reported(name: str, what: str, request: pytest.FixtureRequest) -> None:
     rig, hands, at, facts = started(name, request)
     getattr(hands, what)()
@@ -356,7 +380,7 @@ def test_a_changed_row_before_a_position_is_reported(name: str, what: str, reque
     added = 0
     if name == "files-parquet":
         assert ("1 of 2 files were deleted" in changes.altered[0]) == (what == "delete")
-    elif name in POSTGRES or name == "sqlite":
+    elif name in POSTGRES or name in BY_BATCH or name == "sqlite":
         added = 1 if what == "alter" and name in POSTGRES else 0  # an update is a row of a new transaction
         assert ("1 of 100 rows were deleted" in changes.altered[0]) == (what == "delete" or added == 1)
     elif (name, what) == ("iceberg", "alter"):
@@ -366,13 +390,13 @@ def test_a_changed_row_before_a_position_is_reported(name: str, what: str, reque
     assert rig.sink.scan().changes(end, kept(rig, end)) == Changes()
 
 
-@pytest.mark.parametrize("name", some(HANDS, "sqlite", "delta", "files-parquet", "postgres-two-phase"))
+@pytest.mark.parametrize("name", some(HANDS, "sqlite", "delta", "files-parquet", "postgres-two-phase", *QUICK))
 def test_all_rows_of_a_recreated_target_lie_behind_earlier_positions(name: str, request: pytest.FixtureRequest) -> None:
     rig, hands, at, facts = started(name, request)
     count = hands.recreate()
     changes = rig.sink.scan().changes(at, facts)
     assert "recreated" in changes.altered[0] and changes.continues
-    if name in POSTGRES:  # its schema is kept by the table's id
+    if name.startswith("postgres"):  # its schema is kept by the table's id
         Rig(rig.sink).run(0)
         count += 100
     assert between(rig, at).count == count

@@ -213,6 +213,16 @@ def _mysql(request: pytest.FixtureRequest, mechanism: str) -> Sink:
     return sink
 
 
+def _by_batch(request: pytest.FixtureRequest, system: str, mechanism: str) -> Sink:
+    """With a column of the batch, in a table that the sink creates."""
+    server: Any = request.getfixturevalue(system)
+    if system == "postgres":
+        request.addfinalizer(server.roll_back_prepared)
+    options = {"mechanism": mechanism, "ifNotExists": "true", "batchColumn": "batch"}
+    sink: Sink = server.sink(server.table(None), **options)
+    return sink
+
+
 def _rocketmq(request: pytest.FixtureRequest) -> Sink:
     from delivered.pipeline.registry import find_sink
 
@@ -249,4 +259,9 @@ SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "pulsar": _pulsar,
     "rocketmq": _rocketmq,
     "mysql-two-phase": lambda request: _mysql(request, "two_phase"),
+    **{
+        f"{system}-{mechanism.replace('_', '-')}-by-batch": partial(_by_batch, system=system, mechanism=mechanism)
+        for system in ("postgres", "mysql")
+        for mechanism in ("one_transaction", "two_phase")
+    },
 }

@@ -282,6 +282,12 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             pipeline {_NAME_TYPE}, sink {_NAME_TYPE}, number bigint NOT NULL, seal longtext NOT NULL,
             PRIMARY KEY (pipeline, sink, number)) {_TABLE}""",
     ),
+    (
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.writer (
+            target varchar(160) NOT NULL, number bigint NOT NULL, pipeline {_NAME_TYPE}, sink {_NAME_TYPE},
+            incarnation {_NAME_TYPE}, PRIMARY KEY (target, number),
+            UNIQUE KEY of_writer (target, pipeline, sink, incarnation)) {_TABLE}""",
+    ),
 )
 """Statements that migrate from version n to n + 1. Append-only."""
 

@@ -5,9 +5,10 @@ The checks change only the ledger's own tables. The server writes each row of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -15,13 +16,23 @@ from delivered.connectors.mysql import MysqlOptions, client, store, target
 from delivered.connectors.mysql.client import ledger_version, migrate, read_only
 from delivered.connectors.mysql.store import MysqlDatabase
 from delivered.connectors.mysql.target import TYPES
+from delivered.contract.sink import Changes
 from delivered.contract.source import Finding, Offsets, Slice
 from delivered.kits.mysql import DENIED
 from delivered.kits.sink import Parts
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import findings, no_unique_index
 from delivered.kits.sql.sink import ServerSink, ServerTerms
-from delivered.kits.sql.table import Mechanism, TableScan, missing_at_server, never_written, permission, steps, text_of
+from delivered.kits.sql.table import (
+    Mechanism,
+    TableScan,
+    check_column,
+    missing_at_server,
+    never_written,
+    permission,
+    steps,
+    text_of,
+)
 from delivered.kits.sql.text import read_csv
 from delivered.kits.sql.transactions import age_of, check_deletions
 from delivered.model.capability import Guarantee
@@ -30,6 +41,7 @@ from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.session import Session
+    from delivered.kits.sql.batches import NumberedTable
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ class MysqlSink(ServerSink):
             "the server is backed up and restored as one, with the ledger's database",
             "triggers of the table only write to InnoDB tables",
         ),
-        no_position="rows of MySQL do not say when they were added",
+        no_position="rows of MySQL do not say when they were added; the option batchColumn has them numbered",
     )
 
 
@@ -154,6 +166,8 @@ def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
     elif write.upserts and target.unique_index(session, table, write.keys) is None:
         raise no_unique_index(write, options.table_text, options.where)
     else:
+        indexed = partial(target.starts_index, session, table)
+        yield from check_column(options, target.table_columns(session, table), indexed)
         yield from findings(options, target.read_definition(session, options))
 
 
@@ -163,7 +177,7 @@ def _denied(session: Session, options: MysqlOptions, table: target.ServerTable) 
     name, write = table.full, options.write
     one = quoted(next((n for n, c in columns.items() if not c.computed), "x"))
     asked = {"INSERT": f"EXPLAIN INSERT INTO {name} ({one}) VALUES (NULL)"}
-    if write.upserts:
+    if write.upserts or options.batch_column is not None:
         asked["SELECT"] = f"EXPLAIN SELECT {one} FROM {name} WHERE FALSE"
     if write.upserts and not write.insert:
         asked["UPDATE"] = f"EXPLAIN UPDATE {name} SET {one} = NULL WHERE FALSE"
@@ -184,7 +198,6 @@ def _denied(session: Session, options: MysqlOptions, table: target.ServerTable) 
 SLICE_KEYS = 250_000
 """Minimum range of primary keys per slice."""
 ROWS_AT_ONCE = 1_000
-_ALL = {"start": None, "end": None}
 
 
 @dataclass(frozen=True)
@@ -211,21 +224,32 @@ class MysqlScan(TableScan):
 
     def slices(self, since: Offsets | None = None, until: Offsets | None = None) -> Sequence[Slice]:
         """Args: since: {"at": n}: the first value of the primary key. A table without such a key is one slice."""
-        del until
-        range_ = self._range()
+        return self.database.ask(lambda session: self._slices(session, since, until))
+
+    def _slices(self, session: Session, since: Offsets | None, until: Offsets | None) -> Sequence[Slice]:
+        ends: list[str] = []
+        if until is not None:
+            table = target.numbered_table(session, self.database, self.options, until["column"])
+            if table is None or not table.is_of(until):
+                return []
+            ends.append(table.before(until))
+        if since is not None and "batches" in since:
+            table = target.numbered_table(session, self.database, self.options, since["column"])
+            if table is not None and table.is_of(since):
+                return [Slice({"where": [table.within(r), *ends]}) for r in table.ranges(session, since, until)]
+        range_ = self._range(session)
         if range_ is None:
-            return [Slice(_ALL)]
+            return [Slice({"where": ends})]
         key, first, stop = range_
         pieces = steps(int((since or {}).get("at", first)), stop, SLICE_KEYS)
-        return [Slice({"key": key, "start": at, "end": until}) for at, until in pieces]
+        return [Slice({"where": [f"{key} >= {at} AND {key} < {end}", *ends]}) for at, end in pieces]
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         schema = self.schema()
         columns = ", ',', ".join(f"coalesce({_selected(f)}, '')" for f in schema)
         statement = rf"SELECT CONVERT(concat({columns}, '\n') USING binary) FROM {text_of(self.options)}"
-        if piece.data["start"] is not None:
-            key = quoted(piece.data["key"])
-            statement += f" WHERE {key} >= {int(piece.data['start'])} AND {key} < {int(piece.data['end'])}"
+        if conditions := piece.data["where"]:
+            statement += f" WHERE {' AND '.join(conditions)}"
         session = self.database.connect("read", writes=False)
         try:
             with self.database.explaining():
@@ -234,26 +258,64 @@ class MysqlScan(TableScan):
         finally:
             self.database.discard(session)
 
-    def _range(self) -> tuple[str, int, int] | None:
-        """The primary key if it is a single integer column, with its minimum, and its maximum plus one."""
+    def position(self) -> Offsets | None:
+        """None: there is no table, batches change rows, or no column has their number."""
+        if not self.options.write.only_adds or self.options.batch_column is None:
+            return None
 
-        def question(session: Session) -> tuple[str, int, int] | None:
-            table = target.find(session, self.options)
-            if table is None:
-                return None
-            columns = target.table_columns(session, table)
-            rows = session.execute(
-                "SELECT column_name FROM information_schema.statistics "
-                "WHERE table_schema = %s AND table_name = %s AND index_name = 'PRIMARY'",
-                [table.base, table.name],
-            ).fetchall()
-            if len(rows) != 1 or "int" not in columns[rows[0][0]].kind:
-                return None
-            key = rows[0][0]
-            low, high = session.execute(f"SELECT min({quoted(key)}), max({quoted(key)}) FROM {table.full}").fetchone()
-            return None if low is None else (key, int(low), int(high) + 1)
+        def ask(session: Session) -> Offsets | None:
+            table, there = self._numbered(session)
+            return table.position(session) if table is not None and table.column in there else None
 
-        return self.database.ask(question)
+        return self.database.ask(ask)
+
+    def kept(self, position: Offsets) -> Mapping[str, Any] | None:
+        schema = self._stored_schema()
+
+        def ask(session: Session) -> Mapping[str, Any] | None:
+            table, _ = self._numbered(session, position)
+            return None if table is None or schema is None else table.kept(session, position, schema.names)
+
+        return self.database.ask(ask)
+
+    def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
+        def ask(session: Session) -> Changes:
+            table, there = self._numbered(session, position)
+            if table is None or not table.is_of(position):
+                return Changes.deleted(f"table {self.options.table_text}", recreated=table is not None)
+            if before is None:
+                return Changes(unknown=(f"nothing is known of what table {table.name} held before",))
+            return table.changes(session, position, before, there)
+
+        return self.database.ask(ask)
+
+    def _numbered(
+        self, session: Session, position: Offsets | None = None
+    ) -> tuple[NumberedTable[Session] | None, Sequence[str]]:
+        """The table in the order of its batches, as the options, or a position, name their column; its columns."""
+        column = None if position is None else position["column"]
+        table, found = (
+            target.numbered_table(session, self.database, self.options, column),
+            target.find(session, self.options),
+        )
+        return table, [] if found is None else [*target.table_columns(session, found)]
+
+    def _range(self, session: Session) -> tuple[str, int, int] | None:
+        """The primary key, quoted, if it is a single integer column, with its minimum, and its maximum plus one."""
+        table = target.find(session, self.options)
+        if table is None:
+            return None
+        columns = target.table_columns(session, table)
+        rows = session.execute(
+            "SELECT column_name FROM information_schema.statistics "
+            "WHERE table_schema = %s AND table_name = %s AND index_name = 'PRIMARY'",
+            [table.base, table.name],
+        ).fetchall()
+        if len(rows) != 1 or "int" not in columns[rows[0][0]].kind:
+            return None
+        key = quoted(rows[0][0])
+        low, high = session.execute(f"SELECT min({key}), max({key}) FROM {table.full}").fetchone()
+        return None if low is None else (key, int(low), int(high) + 1)
 
 
 def _joined(rows: Sequence[tuple[bytes | None]]) -> bytes:

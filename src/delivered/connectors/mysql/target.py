@@ -34,7 +34,7 @@ import pyarrow as pa
 
 from delivered.connectors.mysql import MysqlOptions, client
 from delivered.connectors.mysql.client import alone, with_values
-from delivered.kits.sql.database import Definition, events, quoted
+from delivered.kits.sql.database import Definition, Server, events, quoted
 from delivered.kits.sql.merge import ORDER, ROUND, Merge, check_fits, no_unique_index, stored
 from delivered.kits.sql.table import (
     Column,
@@ -47,6 +47,8 @@ from delivered.kits.sql.table import (
     marked,
     missing_at_server,
     new_mark,
+    numbered_schema,
+    record_schema,
     text_of,
 )
 from delivered.model.errors import UsageError
@@ -54,6 +56,8 @@ from delivered.model.ranges import RANGES
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.session import Session
+    from delivered.kits.sql.batches import NumberedTable
+    from delivered.model.identity import Work
 
 
 SCALE_MAX = 30
@@ -296,6 +300,7 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
             schema has changed.
         MySQLError: the server rejected it.
     """
+    schema = numbered_schema(options, schema)
     kept = stored(options.write, schema)
     table = find(session, options)
     if table is None:
@@ -323,7 +328,7 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
         index = unique_index(session, table, options.write.keys) or ""
         if not index:
             raise no_unique_index(options.write, options.table_text, options.where)
-    _remember(session, options, table, kept)
+    _remember(session, options, table, record_schema(options, kept))
     return Target(
         table.full,
         ", ".join(quoted(n) for n in schema.names),
@@ -351,7 +356,7 @@ def add_columns(session: Session, options: MysqlOptions, schema: pa.Schema) -> N
     Args:
         schema: plain types.
     """
-    kept = stored(options.write, schema)
+    kept = numbered_schema(options, stored(options.write, schema))
     with alone(session):
         table = find(session, options)
         if table is None:
@@ -362,7 +367,8 @@ def add_columns(session: Session, options: MysqlOptions, schema: pa.Schema) -> N
             client.alter(session, options, f"ALTER TABLE {table.full} {added}")
         known = stored_schema(session, options, table)
         if known is not None:
-            now = extended(options, known, TYPES.canonical_schema(kept), _recovery_action(options, table))
+            records = TYPES.canonical_schema(record_schema(options, kept))
+            now = extended(options, known, records, _recovery_action(options, table))
             session.execute(
                 f"UPDATE {with_values(options.ledger_schema)}.target SET arrow_schema = %s "
                 "WHERE base = %s AND name = %s",
@@ -420,6 +426,46 @@ def unique_index(session: Session, table: ServerTable, keys: Sequence[str]) -> s
     return next((index for index, columns in indexes.items() if columns == wanted), None)
 
 
+def starts_index(session: Session, table: ServerTable, column: str) -> bool:
+    """Whether an index starts with this column. Raises MySQLError."""
+    row = session.execute(
+        "SELECT 1 FROM information_schema.statistics "
+        "WHERE table_schema = %s AND table_name = %s AND column_name = %s AND seq_in_index = 1 LIMIT 1",
+        [table.base, table.name, column],
+    ).fetchone()
+    return row is not None
+
+
+def batch_number(session: Session, server: Server[Session], options: MysqlOptions, work: Work) -> int:
+    """What the rows of a batch have in the column of the batch; 0 if the options name none. Raises MySQLError."""
+    table = numbered_table(session, server, options) if options.batch_column is not None else None
+    return 0 if table is None else table.number(session, work)
+
+
+def numbered_table(
+    session: Session, server: Server[Session], options: MysqlOptions, column: str | None = None
+) -> NumberedTable[Session] | None:
+    """None: the table does not exist, or nobody names a column. Raises MySQLError.
+
+    Args:
+        column: of the batch; None: that of the options.
+    """
+    from delivered.kits.sql.batches import NumberedTable
+
+    table, column = find(session, options), column or options.batch_column
+    if table is None or column is None:
+        return None
+    name = f"{table.base}.{table.name}"
+    known = identity(session, options)
+    return NumberedTable(server, table.full, name, options.table_text, known, column, _row_hashes, alone)
+
+
+def _row_hashes(columns: Sequence[str]) -> str:
+    """SQL of the sum of all rows' hashes, modulo 2^64."""
+    row = f"concat_ws(',', {', '.join(f'quote({quoted(n)})' for n in columns)})"
+    return f"CAST(mod(sum(CAST(conv(left(md5({row}), 16), 16, 10) AS UNSIGNED)), 18446744073709551616) AS CHAR)"
+
+
 def table_columns(session: Session, table: ServerTable) -> dict[str, ServerColumn]:
     """Columns of a table by name. Raises MySQLError."""
     rows = session.execute(
@@ -469,6 +515,8 @@ def _body(options: MysqlOptions, schema: pa.Schema) -> str:
     ]
     if keys:
         columns.append(f"PRIMARY KEY ({', '.join(map(quoted, keys))})")
+    if options.batch_column is not None:
+        columns.append(f"KEY ({quoted(options.batch_column)})")
     return ", ".join(columns)
 
 

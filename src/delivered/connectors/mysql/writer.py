@@ -22,7 +22,7 @@ from delivered.connectors.mysql.target import TYPES
 from delivered.kits.sql.database import Definition, give, quoted, take
 from delivered.kits.sql.merge import check_rows, stored
 from delivered.kits.sql.sink import ShardWriter, bytes_of, long_values, refused, too_long
-from delivered.kits.sql.table import Mechanism, check_nulls
+from delivered.kits.sql.table import Mechanism, check_nulls, numbered
 from delivered.kits.sql.transactions import PreparedRows, delete, mark, new_nonce
 from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken
@@ -262,6 +262,7 @@ class LoadWriter(ShardWriter):
         self._loading: Loading | None = None
         self._staged = ""
         self._gid = ""
+        self._number = 0
 
     @property
     def possible(self) -> PreparedRows | None:
@@ -281,7 +282,7 @@ class LoadWriter(ShardWriter):
             if self._loading is None:
                 self._loading = self._begin(self._session)
             check_nulls(batch, self._ready.filled)
-            self._loading.add(batch)
+            self._loading.add(numbered(self._options, batch, self._number))
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
         session, loading = self._session, self._loading
@@ -357,6 +358,7 @@ class LoadWriter(ShardWriter):
                 store.give_up_earlier(session, self._work, self._options)
             self._gid = store.new_id(self._work, self._options.ledger_schema)
         self._target = ready = target.ready(session, self._options, self._schema)
+        self._number = target.batch_number(session, self._server, self._options, self._work)
         if self._moved_later or self._merges:
             names = store.build_names(self._work.scope, self._options.ledger_schema)
             nonce = store.parse_nonce(self._gid) if self._prepares else new_nonce()

@@ -170,8 +170,7 @@ def _sum(
     pages: Sequence[Any] | None = None,
 ) -> list[Any]:
     """The number of rows and the sum of their hashes; without columns, the number alone."""
-    row = f"ROW({', '.join(map(quoted, columns))})::text" if columns is not None else ""
-    hashes = f"mod(sum(hashtextextended({row}, 0)::numeric), 18446744073709551616)::text" if row else "''"
+    hashes = "''" if columns is None else target.row_hashes(columns)
     where = f"NOT ({behind(position)})"
     if pages is not None:
         where += f" AND ctid >= '({pages[0]},0)'::tid AND ctid < '({pages[1]},0)'::tid"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres import target
@@ -11,7 +12,7 @@ from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.connectors.postgres.target import migrate
 from delivered.contract.source import Finding
 from delivered.kits.sql.merge import check_rules, findings, no_unique_index
-from delivered.kits.sql.table import Mechanism, missing_at_server, permission
+from delivered.kits.sql.table import Mechanism, check_column, missing_at_server, permission
 from delivered.kits.sql.transactions import check_deletions
 from delivered.model.capability import Guarantee
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
@@ -108,6 +109,9 @@ def _table(connection: psycopg.Connection[Any], options: PostgresOptions, guaran
         raise no_unique_index(options.write, options.table_text, options.where)
     elif row is not None and row[0] == "u" and guarantee is not Guarantee.AT_MOST_ONCE:
         yield Finding.build("TABLE_UNLOGGED", refuses=True, table=options.table_text, place=options.place)
+    relation = found[0]
+    indexed = partial(target.starts_index, connection, relation)
+    yield from check_column(options, target.table_columns(connection, relation), indexed)
     copies = not options.write.merges and not _staged(options, guarantee)
     known = target.read_definition(connection, options, copies=copies)
     yield from findings(options, known, loads=copies)
@@ -142,7 +146,8 @@ def _denied(
 ) -> list[str]:
     """Privileges on the table that this user lacks."""
     needed = ["INSERT"]
-    if _staged(options, guarantee) or options.write.merges:  # a staging table takes its columns from the target
+    if _staged(options, guarantee) or options.write.merges or options.batch_column is not None:
+        # A staging table takes its columns from the target; the newest batch in it is looked up.
         needed.append("SELECT")
     if options.write.upserts and not options.write.insert:
         needed.append("UPDATE")

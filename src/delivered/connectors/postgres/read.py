@@ -15,6 +15,7 @@ from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.connectors.postgres.target import version_of
 from delivered.contract.sink import Changes
 from delivered.contract.source import Address, Offsets, Slice
+from delivered.kits.sql.batches import NumberedTable, has_batches
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.table import TableScan, never_written, steps
 from delivered.kits.sql.text import read_csv
@@ -60,15 +61,25 @@ class PostgresScan(TableScan):
         Raises:
             Refused: what was added since cannot be distinguished from earlier rows.
         """
-        first = {} if since is None or "snapshot" in since else since
-        since = self._valid(since)
-        if until is not None and self._valid(until) is None:
+        first = {} if since is None or "snapshot" in since or has_batches(since) else since
+        return self.database.ask(lambda connection: self._slices(connection, first, since, until))
+
+    def _slices(
+        self, connection: psycopg.Connection[Any], first: Offsets, since: Offsets | None, until: Offsets | None
+    ) -> Sequence[Slice]:
+        ends = [] if until is None else [self._before(connection, until)]
+        found = target.find(connection, self.options)
+        if found is None or None in ends:
             return []
-        where = {"since": since, "until": until}
-        pages = self._pages()
+        if has_batches(since) and (table := self._numbered(connection, since)) is not None and table.is_of(since):
+            ranges = table.ranges(connection, since, until if has_batches(until) else None)
+            return [Slice({"relation": table.table, "where": [table.within(r), *ends]}) for r in ranges]
+        if since is not None and self._valid(connection, since):
+            ends.append(positions.behind(since))
+        pages = {r.name: r.pages for r in positions.relations(connection, found[0])}
         total = sum(pages.values())
         return [
-            Slice({"relation": relation, "start": at, "end": stop, **where}, partition=relation)
+            Slice({"relation": relation, "where": [*_pages(at, stop), *ends]}, partition=relation)
             for relation, pages_ in pages.items()
             for at, stop in steps(int(first.get(relation, 0)), pages_, SLICE_PAGES, total)
         ]
@@ -77,11 +88,8 @@ class PostgresScan(TableScan):
         """COPY as CSV, parsed by Arrow without loss."""
         schema, data = self.schema(), piece.data
         columns = ", ".join(_selected(f) for f in schema)
-        conditions = [f"ctid >= '({data['start']},0)'::tid", f"ctid < '({data['end']},0)'::tid"]
-        conditions += [positions.behind(data["since"])] if data.get("since") else []
-        conditions += [positions.before(data["until"])] if data.get("until") else []
         statement = (
-            f"COPY (SELECT {columns} FROM {data['relation']} WHERE {' AND '.join(conditions)}) "  # noqa: S608
+            f"COPY (SELECT {columns} FROM {data['relation']} WHERE {' AND '.join(data['where'])}) "  # noqa: S608
             "TO STDOUT (FORMAT csv)"
         )
         connection = self.database.connect("read", writes=False)
@@ -95,52 +103,74 @@ class PostgresScan(TableScan):
         """None: there is no table, batches change rows, or the server has used all transaction numbers once."""
         if not self.options.write.only_adds:
             return None
-        return self.database.ask(lambda connection: positions.take(connection, self.options))
+
+        def ask(connection: psycopg.Connection[Any]) -> Offsets | None:
+            table = self._numbered(connection)
+            if table is not None and table.column in target.table_columns(connection, int(table.target)):
+                return table.position(connection)
+            return positions.take(connection, self.options)
+
+        return self.database.ask(ask)
 
     def kept(self, position: Offsets) -> Mapping[str, Any] | None:
         schema = self._stored_schema()
         if schema is None:
             return None
-        return self.database.ask(lambda c: positions.kept(c, self.options, schema.names, position, None))
+
+        def ask(connection: psycopg.Connection[Any]) -> Mapping[str, Any]:
+            table = self._numbered(connection, position) if has_batches(position) else None
+            if table is not None:
+                return table.kept(connection, position, schema.names)
+            return positions.kept(connection, self.options, schema.names, position, None)
+
+        return self.database.ask(ask)
 
     def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
         def ask(connection: psycopg.Connection[Any]) -> Changes:
-            table, found = self.options.table_text, target.find(connection, self.options)
-            if why := positions.broken(connection, position):
+            name, found = self.options.table_text, target.find(connection, self.options)
+            numbered = has_batches(position)
+            if not numbered and (why := positions.broken(connection, position)):
                 return Changes(unknown=(why,), continues=False)
-            if found is None or found[0] != position["table"]:
-                return Changes.deleted(f"table {table}", recreated=found is not None)
+            if found is None or str(found[0]) != str(position["table"]):
+                return Changes.deleted(f"table {name}", recreated=found is not None)
             if before is None:
-                return Changes(unknown=(f"nothing is known of what table {table} held before",))
-            there = target.table_columns(connection, found[0])
-            if missing := [name for name in before["columns"] if name not in there]:
-                return Changes(altered=(f"table {table}: columns were removed: {', '.join(missing)}",))
+                return Changes(unknown=(f"nothing is known of what table {name} held before",))
+            there = [*target.table_columns(connection, found[0])]
+            if numbered and (table := self._numbered(connection, position)) is not None:
+                return table.changes(connection, position, before, there)
+            if missing := [column for column in before["columns"] if column not in there]:
+                return Changes(altered=(f"table {name}: columns were removed: {', '.join(missing)}",))
             now = positions.kept(connection, self.options, before["columns"], position, before)
             return positions.compared(before, now)
 
         return self.database.ask(ask)
 
-    def _valid(self, position: Offsets | None) -> Offsets | None:
-        """None: it is none of this table. Raises Refused: it no longer divides its rows."""
-        if position is None or "snapshot" not in position:
-            return None
+    def _numbered(
+        self, connection: psycopg.Connection[Any], position: Offsets | None = None
+    ) -> NumberedTable[psycopg.Connection[Any]] | None:
+        """The table in the order of its batches, as the options, or a position, name their column."""
+        column = None if position is None else position["column"]
+        return target.numbered_table(connection, self.database, self.options, column)
 
-        def ask(connection: psycopg.Connection[Any]) -> Offsets | None:
-            found = target.find(connection, self.options)
-            if why := positions.broken(connection, position):
-                raise Refused("POSITION_LOST", where=self.options.where, position=position, reason=why)
-            return position if found is not None and found[0] == position["table"] else None
+    def _before(self, connection: psycopg.Connection[Any], position: Offsets) -> str | None:
+        """SQL for rows that lie before a position; None: it is none of this table."""
+        if not has_batches(position):
+            return positions.before(position) if self._valid(connection, position) else None
+        table = self._numbered(connection, position)
+        return table.before(position) if table is not None and table.is_of(position) else None
 
-        return self.database.ask(ask)
+    def _valid(self, connection: psycopg.Connection[Any], position: Offsets) -> bool:
+        """Whether it is a snapshot's, and of this table. Raises Refused: it no longer divides its rows."""
+        if "snapshot" not in position:
+            return False
+        found = target.find(connection, self.options)
+        if why := positions.broken(connection, position):
+            raise Refused("POSITION_LOST", where=self.options.where, position=position, reason=why)
+        return found is not None and bool(found[0] == position["table"])
 
-    def _pages(self) -> dict[str, int]:
-        """The table, or its partitions, quoted for SQL, with their number of pages."""
 
-        def question(connection: psycopg.Connection[Any]) -> dict[str, int]:
-            found = target.find(connection, self.options)
-            return {} if found is None else {r.name: r.pages for r in positions.relations(connection, found[0])}
-
-        return self.database.ask(question)
+def _pages(start: int, stop: int) -> tuple[str, str]:
+    return f"ctid >= '({start},0)'::tid", f"ctid < '({stop},0)'::tid"
 
 
 def _micros(name: str, zoned: bool) -> str:

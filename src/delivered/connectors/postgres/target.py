@@ -4,7 +4,8 @@ policies, loose keys; and the ledger's tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from delivered.connectors.postgres.sink import ENUM, TYPES, PostgresOptions
-from delivered.kits.sql.database import Definition, events, is_newest, quoted
+from delivered.kits.sql.database import Definition, Server, events, is_newest, quoted
 from delivered.kits.sql.merge import Merge, check_fits, stored
 from delivered.kits.sql.table import (
     Column,
@@ -23,12 +24,17 @@ from delivered.kits.sql.table import (
     extended,
     missing_at_server,
     no_right_to_alter,
+    numbered_schema,
+    record_schema,
     text_of,
 )
 from delivered.model.errors import UsageError
 
 if TYPE_CHECKING:
     import psycopg
+
+    from delivered.kits.sql.batches import NumberedTable
+    from delivered.model.identity import Work
 
 _CHANGE = "ALTER COLUMN {name} TYPE"
 
@@ -87,6 +93,7 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
         UsageError: the table is missing, a column is missing or of another type, or the rows' schema has changed.
         psycopg.Error: the server rejected it.
     """
+    schema = numbered_schema(options, schema)
     kept = stored(options.write, schema)
     found = find(connection, options)
     if found is None:
@@ -98,7 +105,10 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
             body += f", PRIMARY KEY ({', '.join(map(quoted, options.write.keys))})"
         with connection.transaction():
             alone(connection)
-            connection.execute(f"CREATE TABLE IF NOT EXISTS {text_of(options)} ({body})")
+            if find(connection, options) is None:
+                connection.execute(f"CREATE TABLE IF NOT EXISTS {text_of(options)} ({body})")
+                if options.batch_column is not None:
+                    connection.execute(f"CREATE INDEX ON {text_of(options)} ({quoted(options.batch_column)})")
         found = find(connection, options)
         if found is None:
             raise missing_at_server(options)
@@ -106,7 +116,7 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
     check_kind(options, kind)
     columns = table_columns(connection, relation)
     kinds = dict(zip(kept.names, compare(options, TYPES, kept, columns, _CHANGE), strict=True))
-    _remember(connection, options, relation, kept)
+    _remember(connection, options, relation, record_schema(options, kept))
     return Target(
         name,
         tuple(
@@ -148,7 +158,7 @@ def add_columns(connection: psycopg.Connection[Any], options: PostgresOptions, s
     Args:
         schema: plain types.
     """
-    kept = stored(options.write, schema)
+    kept = numbered_schema(options, stored(options.write, schema))
     with connection.transaction():
         alone(connection)
         found = find(connection, options)
@@ -161,7 +171,12 @@ def add_columns(connection: psycopg.Connection[Any], options: PostgresOptions, s
             _alter(connection, options, f"ALTER TABLE {name} {added}")
         known = stored_schema(connection, options, relation)
         if known is not None:
-            now = extended(options, known, TYPES.canonical_schema(kept), _recovery_action(options, relation))
+            now = extended(
+                options,
+                known,
+                TYPES.canonical_schema(record_schema(options, kept)),
+                _recovery_action(options, relation),
+            )
             connection.execute(
                 f"UPDATE {quoted(options.ledger_schema)}.target SET arrow_schema = %s WHERE relation = %s",  # noqa: S608
                 [now.serialize().to_pybytes(), relation],
@@ -186,6 +201,50 @@ def has_unique_index(connection: psycopg.Connection[Any], relation: int, keys: S
         [relation],
     ).fetchall()
     return any(set(names) == set(keys) for (names,) in rows)
+
+
+def starts_index(connection: psycopg.Connection[Any], relation: int, column: str) -> bool:
+    """Whether a complete index starts with this column. Raises psycopg.Error."""
+    row = connection.execute(
+        "SELECT 1 FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] "
+        "WHERE i.indrelid = %s AND a.attname = %s AND i.indisvalid AND i.indpred IS NULL",
+        [relation, column],
+    ).fetchone()
+    return row is not None
+
+
+def batch_number(
+    connection: psycopg.Connection[Any], server: Server[psycopg.Connection[Any]], options: PostgresOptions, work: Work
+) -> int:
+    """What the rows of a batch have in the column of the batch; 0 if the options name none. Raises psycopg.Error."""
+    table = numbered_table(connection, server, options) if options.batch_column is not None else None
+    return 0 if table is None else table.number(connection, work)
+
+
+def numbered_table(
+    connection: psycopg.Connection[Any],
+    server: Server[psycopg.Connection[Any]],
+    options: PostgresOptions,
+    column: str | None = None,
+) -> NumberedTable[psycopg.Connection[Any]] | None:
+    """None: the table does not exist, or nobody names a column. Raises psycopg.Error.
+
+    Args:
+        column: of the batch; None: that of the options.
+    """
+    from delivered.kits.sql.batches import NumberedTable
+
+    found, column = find(connection, options), column or options.batch_column
+    if found is None or column is None:
+        return None
+    relation = str(found[0])
+    return NumberedTable(server, found[1], relation, options.table_text, relation, column, row_hashes, _alone)
+
+
+def row_hashes(columns: Sequence[str]) -> str:
+    """SQL of the sum of all rows' hashes."""
+    row = f"ROW({', '.join(map(quoted, columns))})::text"
+    return f"mod(sum(hashtextextended({row}, 0)::numeric), 18446744073709551616)::text"
 
 
 def table_columns(connection: psycopg.Connection[Any], relation: int) -> dict[str, Column]:
@@ -385,6 +444,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             pipeline text NOT NULL, sink text NOT NULL, number bigint NOT NULL, seal text NOT NULL,
             PRIMARY KEY (pipeline, sink, number))""",
     ),
+    (
+        """CREATE TABLE {s}.writer (
+            target text NOT NULL, number bigint NOT NULL, pipeline text NOT NULL, sink text NOT NULL,
+            incarnation text NOT NULL, PRIMARY KEY (target, number), UNIQUE (target, pipeline, sink, incarnation))""",
+    ),
 )
 """Statements that migrate from version n to n + 1. Append-only."""
 
@@ -427,6 +491,13 @@ def migrate(connection: psycopg.Connection[Any], schema: str) -> None:
             for statement in MIGRATIONS[version]:
                 connection.execute(statement.format(s=s))
             connection.execute(f"INSERT INTO {s}.migration (version) VALUES (%s)", [version + 1])  # noqa: S608
+
+
+@contextmanager
+def _alone(connection: psycopg.Connection[Any]) -> Iterator[None]:
+    with connection.transaction():
+        alone(connection)
+        yield
 
 
 def alone(connection: psycopg.Connection[Any]) -> None:

@@ -56,7 +56,7 @@ def refused_rows(
         suspects = pc.and_(suspects, pc.is_null(reasons))
     if not pc.any(suspects).as_py():
         return reasons
-    kinds = [kind for name, kind in zip(batch.schema.names, ready.kinds, strict=True) if name in names]
+    kinds = [kind for name, kind in zip(batch.schema.names, ready.kinds, strict=False) if name in names]
     connection.execute("BEGIN")
     try:
         copy = _Copy(connection, options, relation, ready.name, tuple(names), tuple(kinds), indexes)

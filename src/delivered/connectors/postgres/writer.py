@@ -19,7 +19,7 @@ from delivered.connectors.postgres.target import migrate
 from delivered.kits.sql.database import Definition, give, take
 from delivered.kits.sql.merge import check_count, check_rows
 from delivered.kits.sql.sink import ShardWriter
-from delivered.kits.sql.table import Mechanism, check_widths
+from delivered.kits.sql.table import Mechanism, check_widths, numbered
 from delivered.kits.sql.transactions import Names, PreparedRows, delete, mark, new_nonce
 from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken
@@ -68,7 +68,7 @@ class CopyWriter(ShardWriter):
         self._copy: Any = None
         self._cursor: Any = None
         self._staged = self._gid = ""
-        self._rows = 0
+        self._rows = self._number = 0
 
     @property
     def possible(self) -> PreparedRows | None:
@@ -88,7 +88,7 @@ class CopyWriter(ShardWriter):
             if self._copy is None:
                 self._begin()
             check_widths(batch, self._ready.widths)
-            for block in blocks(batch, self._ready.kinds):
+            for block in blocks(numbered(self._options, batch, self._number), self._ready.kinds):
                 self._copy.write(block)
             self._rows += batch.num_rows
         except psycopg.Error as error:
@@ -151,6 +151,7 @@ class CopyWriter(ShardWriter):
             if self._merges:
                 committer.give_up_earlier(connection, self._work, self._options)
         self._target = target.ready(connection, self._options, self._schema)
+        self._number = target.batch_number(connection, self._server, self._options, self._work)
         connection.execute("BEGIN")
         into = self._target.name
         if self._moved_later or self._merges:

@@ -41,6 +41,7 @@ LEDGER_TABLES = (
     "left_out",
     "dead_letter",
     "seal",
+    "writer",
 )
 
 

@@ -502,7 +502,8 @@ class Conditional(Generic[C]):
             more: SQL of further arguments of `reason`, after the row.
         """
         mode, order = self.merge.mode, f"s.{quoted(ORDER)}"
-        names = [*self.merge.columns, *([mode.expected] if mode.expected is not None else [])]
+        own = (n for n in self.merge.columns if n != self.options.batch_column)
+        names = [*own, *([mode.expected] if mode.expected is not None else [])]
         columns = ", ".join([order, self.shard, *more, *(f"s.{quoted(n)}" for n in names)])
         moved = 0
         while rows := self.connection.execute(

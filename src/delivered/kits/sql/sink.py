@@ -19,7 +19,15 @@ from delivered.contract.source import Finding
 from delivered.kits.sink import StoreSink
 from delivered.kits.sql.database import Server
 from delivered.kits.sql.merge import check_columns, checked, stored, without_key
-from delivered.kits.sql.table import Mechanism, ServerOptions, TableOptions, Types, column_computed
+from delivered.kits.sql.table import (
+    Mechanism,
+    ServerOptions,
+    TableOptions,
+    Types,
+    check_rows_lack,
+    column_computed,
+    numbered_schema,
+)
 from delivered.kits.sql.transactions import PreparedRows
 from delivered.model.capability import Commit, Guarantee, OnConflict, SinkCapability
 from delivered.model.errors import DeliveredError
@@ -37,7 +45,8 @@ class TableSink(StoreSink):
     types: ClassVar[Types]
 
     def check_schema(self, schema: pa.Schema) -> None:
-        self.types.check(schema)
+        check_rows_lack(self.options, schema, folds_case=self.types.folds_case)
+        self.types.check(numbered_schema(self.options, schema))
         if self.options.write.upserts:
             check_columns(self.options.write, schema, self.types)
 
@@ -148,7 +157,8 @@ class ServerSink(DatabaseSink):
             "validates": True,
             "write": self.options.write,
             "adds_columns": self.options.merge_schema,
-            "no_position": self.options.write.no_position or terms.no_position,
+            "no_position": self.options.write.no_position
+            or ("" if self.options.batch_column is not None else terms.no_position),
         }
         if not two_phase:
             return SinkCapability(
@@ -229,7 +239,7 @@ class ServerSink(DatabaseSink):
         types, and create a table that is missing, with the first rows."""
         server: Server[Any] = self.parts["database"](self.options)
         found = server.waiting(lambda: server.ask(lambda connection: server.definition(connection, columns=True)))
-        for name in stored(self.options.write, schema).names:
+        for name in numbered_schema(self.options, stored(self.options.write, schema)).names:
             if name in found.computed:
                 raise column_computed(self.options.table_text, name)
 

@@ -7,7 +7,7 @@ import hashlib
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Self
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Finding
-from delivered.kits.options import if_not_exists, merge_schema, password_in_url, sink_name, write_mode
+from delivered.kits.options import if_not_exists, merge_schema, not_blank, password_in_url, sink_name, write_mode
 from delivered.kits.sql.database import quoted
 from delivered.model import ranges
 from delivered.model.capability import WriteMode
@@ -52,6 +52,7 @@ class TableOptions(Options):
     """Base of a connector's options."""
 
     create: bool
+    batch_column: str | None = None
     merge_schema: bool = merge_schema("before the first batch, after recovery; they are nullable")
     write: WriteMode = write_mode()
 
@@ -108,6 +109,14 @@ class ServerOptions(TableOptions):
         default=Mechanism.ONE_TRANSACTION,
     )
     create: bool = if_not_exists(default=False)
+    batch_column: str | None = option(
+        "batchColumn",
+        "Name of a bigint column that gets the number of the batch that wrote the row; an audit then reads only rows "
+        "of batches that no earlier one has compared. Created and indexed with the table; not a column of the rows.",
+        OptionType(not_blank),
+        default=None,
+        example="batch",
+    )
     ledger_schema: str
     lock_timeout_s: int = option(
         "lockTimeout",
@@ -370,6 +379,74 @@ def check_nulls(batch: pa.RecordBatch, filled: Collection[str]) -> None:
     for name in filled:
         if name in batch.schema.names and batch.column(name).null_count:
             raise BadRecord("NULL_FILLED", name=name)
+
+
+# The column of the batch; `batches.py` says what its numbers are good for.
+
+BATCH_KIND = "bigint"
+
+
+def numbered_schema(options: TableOptions, schema: pa.Schema) -> pa.Schema:
+    """The rows' columns and the one of the batch, if there is one."""
+    name = options.batch_column
+    return schema if name is None else schema.append(pa.field(name, pa.int64()))
+
+
+def record_schema(options: TableOptions, schema: pa.Schema) -> pa.Schema:
+    """Without the column of the batch: what an audit and a fingerprint see."""
+    return pa.schema([f for f in schema if f.name != options.batch_column])
+
+
+def numbered(options: TableOptions, batch: pa.RecordBatch, number: int) -> pa.RecordBatch:
+    if options.batch_column is None:
+        return batch
+    column = pa.repeat(pa.scalar(number, pa.int64()), batch.num_rows)
+    return pa.RecordBatch.from_arrays([*batch.columns, column], schema=numbered_schema(options, batch.schema))
+
+
+def check_rows_lack(options: TableOptions, schema: pa.Schema, *, folds_case: bool) -> None:
+    """
+    Raises:
+        UsageError: the rows have a column of this name themselves.
+    """
+    own = options.batch_column
+    for name in schema.names if own is not None else ():
+        if name == own or (folds_case and name.lower() == str(own).lower()):
+            raise UsageError("COLUMN_NAME.BATCH", name=name)
+
+
+def check_column(
+    options: ServerOptions, columns: Mapping[str, Column], indexed: Callable[[str], bool]
+) -> Iterator[Finding]:
+    """Check the column of a table that is there.
+
+    Args:
+        indexed: whether an index starts with this column.
+
+    Raises:
+        UsageError: it is missing, and not to be added; or of another type.
+    """
+    name = options.batch_column
+    if name is None:
+        return
+    table, column = options.table_text, columns.get(name)
+    spelt = name if re.fullmatch("[a-z_][a-z0-9_]*", name) else quoted(name)
+    index = f"CREATE INDEX rows_by_batch ON {table} ({spelt})"
+    if column is None:
+        if options.merge_schema:
+            return
+        statement = f"ALTER TABLE {table} ADD COLUMN {spelt} {BATCH_KIND}"
+        raise UsageError(
+            "BATCH_COLUMN.MISSING", table=table, where=options.where, name=name, statement=statement, index=index
+        )
+    if column.computed:
+        raise column_computed(table, name)
+    if column.kind not in ("int8", BATCH_KIND):
+        raise UsageError(
+            "BATCH_COLUMN.TYPE", table=table, where=options.where, name=name, declared=column.shown, kind=BATCH_KIND
+        )
+    if not indexed(name):
+        yield Finding.build("BATCH_COLUMN_INDEX", refuses=False, table=table, name=name, index=index)
 
 
 # The table as it is at the server.
