@@ -541,6 +541,9 @@ def test_rows_that_sqlite_does_not_number_have_no_position(columns: str, request
     value = pa.array([1, 2]) if "INTEGER" in columns else pa.array([b"1", b"2"])
     rig.run_rows(0, [pa.record_batch({"key": pa.array([b"a", b"b"]), "value": value})])
     assert rig.sink.scan().position() is None
+    (finding,) = rig.sink.preflight(Guarantee.EXACTLY_ONCE)
+    assert (finding.code, finding.refuses) == ("AUDIT_READS_ALL", False)
+    assert ("WITHOUT ROWID" if "ROWID" in columns else "'value' (INTEGER PRIMARY KEY)") in finding.message
 
 
 def postgres_started(server: Any, **options: str) -> tuple[Rig, PostgresHands, Offsets, Any]:
@@ -752,6 +755,7 @@ def test_transaction_numbers_that_wrap(new_postgres: Any) -> None:
     freeze(server)
     jump(server, 4_294_000_000, epoch=1)
     assert rig.sink.scan().position() is None
+    assert [f.code for f in rig.sink.preflight(Guarantee.EXACTLY_ONCE)] == ["AUDIT_READS_ALL"]
     changes = rig.sink.scan().changes(late, late_facts)
     assert "used all numbers" in changes.unknown[0] and not changes.continues
     with pytest.raises(Refused, match="POSITION_LOST"):

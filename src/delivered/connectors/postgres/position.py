@@ -10,13 +10,13 @@ adds those in progress.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delivered.connectors.postgres import target
 from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.contract.sink import Changes
-from delivered.contract.source import Offsets
+from delivered.contract.source import Finding, Offsets
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.table import RowSum, difference, spread
 
@@ -105,6 +105,18 @@ def broken(connection: psycopg.Connection[Any], position: Offsets) -> str:
     if now - lowest(position) > APART_MAX:
         return f"{now - lowest(position):,} transactions lie between, and they are compared within {APART_MAX:,}"
     return ""
+
+
+def findings(connection: psycopg.Connection[Any], options: PostgresOptions, oid: int) -> Iterator[Finding]:
+    """What audits of a table cost, for the plan. Raises psycopg.Error."""
+    if not options.write.only_adds or options.batch_column is not None:
+        return
+    (now,) = _one(connection, f"SELECT {_NOW}")
+    size = sum(r.bytes for r in relations(connection, oid))
+    if now >= NUMBERS:
+        yield Finding.build("AUDIT_READS_ALL.POSTGRES", refuses=False, table=options.table_text, transactions=now)
+    elif size > COUNTED_BYTES_MAX:
+        yield Finding.build("AUDIT_SCANS", refuses=False, table=options.table_text, mib=size >> 20)
 
 
 def lowest(position: Offsets) -> int:

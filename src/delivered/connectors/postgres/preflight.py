@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.postgres import target
+from delivered.connectors.postgres import position, target
 from delivered.connectors.postgres.committer import slots
 from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.connectors.postgres.target import migrate
@@ -112,6 +112,7 @@ def _table(connection: psycopg.Connection[Any], options: PostgresOptions, guaran
     relation = found[0]
     indexed = partial(target.starts_index, connection, relation)
     yield from check_column(options, target.table_columns(connection, relation), indexed)
+    yield from position.findings(connection, options, relation)
     copies = not options.write.merges and not _staged(options, guarantee)
     known = target.read_definition(connection, options, copies=copies)
     yield from findings(options, known, loads=copies)

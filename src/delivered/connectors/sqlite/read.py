@@ -110,10 +110,17 @@ class SqliteScan(TableScan):
 
     def _counts_up(self, connection: sqlite3.Connection) -> bool:
         """Whether SQLite numbers new rows, and in the order in which they are added."""
-        table, schema = self.options.table, target.stored_schema(connection, self.options.table)
-        if schema is None or rowid_name(connection, table) is None:
-            return False
-        return not target.filled(connection, table, schema.names)
+        table = self.options.table
+        return target.stored_schema(connection, table) is not None and not unordered(connection, table)
+
+
+def unordered(connection: sqlite3.Connection, table: str) -> str:
+    """Why SQLite does not number new rows of a table in the order in which they are added; empty: it does."""
+    if rowid_name(connection, table) is None:
+        return "it is WITHOUT ROWID"
+    schema = target.stored_schema(connection, table)
+    names = target.filled(connection, table, schema.names) if schema is not None else ()
+    return f"the rows bring their numbers, in the column {names[0]!r} (INTEGER PRIMARY KEY)" if names else ""
 
 
 def _same(identity: str | None, position: Offsets) -> bool:

@@ -107,6 +107,8 @@ class SqliteSink(DatabaseSink):
         return findings
 
     def _check_table(self, connection: sqlite3.Connection) -> Iterator[Finding]:
+        from delivered.connectors.sqlite import read
+
         write = self.options.write
         target.check_kind(connection, self.options)
         if not target.table_columns(connection, self.options.table):
@@ -115,6 +117,8 @@ class SqliteSink(DatabaseSink):
         elif write.upserts and not target.has_unique_index(connection, self.options.table, write.keys):
             raise no_unique_index(write, self.options.table, self.options.where)
         else:
+            if write.only_adds and (why := read.unordered(connection, self.options.table)):
+                yield Finding.build("AUDIT_READS_ALL.SQLITE", refuses=False, table=self.options.table, reason=why)
             yield from table_findings(self.options, target.read_definition(connection, self.options))
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:

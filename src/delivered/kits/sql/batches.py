@@ -21,7 +21,7 @@ from delivered.kits.sql.database import C, Dialect, Server, quoted, scope_values
 from delivered.kits.sql.table import SLICES_MAX, RowSum, difference, spread
 from delivered.kits.sql.transactions import PreparedRows, decided
 from delivered.model.errors import InvariantBroken
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import Scope, Work, batches_text
 
 WRITER_VERSION = 6
 """Version of the ledger's tables that introduced `writer`."""
@@ -35,6 +35,10 @@ COUNTED_MAX = 5_000_000
 HASHED_MAX = 100_000
 """Rows before a position that are hashed; of more, those of at most `SAMPLES` batches."""
 SAMPLES = 20
+SHOWN_MAX = 3
+"""Changed ranges that are named."""
+COUNTS = 50
+"""Ranges of batches whose rows are counted."""
 
 _SCOPE = "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation"
 
@@ -47,6 +51,16 @@ def has_batches(position: Offsets | None) -> TypeGuard[Offsets]:
 def _lasts(position: Offsets) -> dict[int, int]:
     """Writer -> its last batch."""
     return {int(writer): int(last) for writer, last in position["batches"].items()}
+
+
+def _differences(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
+    """Of the facts about ranges of numbers, as sentences."""
+    changes = []
+    for (start, stop, *then), (_, _, *found) in zip(before, now, strict=True):
+        if change := difference(RowSum(*then), RowSum(*found)):
+            writer = f" of writer {start // BATCHES}" if start >= BATCHES else ""
+            changes.append(f"{batches_text(start % BATCHES, (stop - 1) % BATCHES)}{writer}: {change}")
+    return changes
 
 
 Range = tuple[int, int]
@@ -150,23 +164,26 @@ class NumberedTable(Generic[C]):
     def kept(
         self, connection: C, position: Offsets, columns: Sequence[str], known: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Facts about the rows before a position: how many there are, how many of them without a number, and hashes.
+        """Facts about the rows before a position: how many there are, in ranges of batches; how many have no number;
+        and hashes of some.
 
         Args:
             columns: hashed.
             known: compute these facts again.
         """
-        before, others = self.before(position), self._unnumbered if position["unnumbered"] else ""
+        others = self._unnumbered if position["unnumbered"] else "1 = 0"
         with self._snapshot(connection):
             if known is None:
-                rows, unnumbered = self._count(connection, before), self._count(connection, others)
-                ranges = self._sampled(connection, position, rows)
+                rows = self._count(connection, self.before(position), COUNTED_MAX)
+                unnumbered = self._count(connection, others, COUNTED_MAX)
+                counted = [] if rows is None else self._ranges(position)
+                hashed = self._sampled(connection, position, rows)
             else:
-                rows = None if known["rows"] is None else self._count(connection, before, None)
                 unnumbered = None if known["unnumbered"] is None else self._count(connection, others, None)
-                ranges = [(start, stop) for start, stop, *_ in known["ranges"]]
-            sums = [[*range_, *self._sum(connection, range_, columns)] for range_ in ranges]
-        return {"columns": list(columns), "rows": rows, "unnumbered": unnumbered, "ranges": sums}
+                counted, hashed = ([(start, stop) for start, stop, *_ in known[of]] for of in ("counts", "hashes"))
+            counts = [[*range_, self._count(connection, self._between(*range_), None)] for range_ in counted]
+            hashes = [[*range_, *self._sum(connection, range_, columns)] for range_ in hashed]
+        return {"columns": list(columns), "unnumbered": unnumbered, "counts": counts, "hashes": hashes}
 
     def changes(self, connection: C, position: Offsets, before: Mapping[str, Any], there: Sequence[str]) -> Changes:
         """What happened since to what lay before a position of this table.
@@ -178,14 +195,23 @@ class NumberedTable(Generic[C]):
             what = f"table {self.name}: columns were removed: {', '.join(missing)}"
             return Changes(altered=(what,), continues=self.column not in missing)
         now = self.kept(connection, position, before["columns"], before)
-        pairs = [(RowSum(facts["rows"] or 0), RowSum(facts["unnumbered"] or 0)) for facts in (before, now)]
-        compared = [*zip(*pairs, strict=True)]
-        for then, found in zip(before["ranges"], now["ranges"], strict=True):
-            compared.append((RowSum(*then[2:]), RowSum(*found[2:])))
-        found_ = [change for then, found in compared if (change := difference(then, found))]
-        altered = tuple(f"table {self.name}: {change}" for change in found_[:1])
+        others = difference(RowSum(before["unnumbered"] or 0), RowSum(now["unnumbered"] or 0))
+        changes = [f"rows without a number: {others}"] * (others is not None)
+        changes += _differences(before["counts"], now["counts"])
+        changes = changes or _differences(before["hashes"], now["hashes"])
         # Added rows have older numbers, or none: no audit that continues would read them.
-        return Changes(altered=altered, continues=not any("added" in change for change in found_))
+        lost = any("added" in change for change in changes)
+        altered = tuple(f"table {self.name}, {change}" for change in changes[:SHOWN_MAX])
+        return Changes(altered=altered, continues=not lost)
+
+    def _ranges(self, position: Offsets) -> list[Range]:
+        """All batches before a position, in at most `COUNTS` ranges for each writer."""
+        return [
+            (writer * BATCHES + first, writer * BATCHES + min(first + step, last + 1))
+            for writer, last in _lasts(position).items()
+            for step in (-(-(last + 1) // COUNTS),)
+            for first in range(0, last + 1, step)
+        ]
 
     def _sampled(self, connection: C, position: Offsets, rows: int | None) -> list[Range]:
         """The numbers whose rows are hashed: all, or those of a few batches, spread evenly."""
@@ -254,10 +280,8 @@ class NumberedTable(Generic[C]):
         step = max(step, -(-(stop - first) // SLICES_MAX))
         return [(at, min(at + step, stop)) for at in range(first, stop, step)] if rows else []
 
-    def _count(self, connection: C, where: str, at_most: int | None = COUNTED_MAX) -> int | None:
+    def _count(self, connection: C, where: str, at_most: int | None) -> int | None:
         """The number of rows; None: more than `at_most`."""
-        if not where:
-            return 0
         limit = "" if at_most is None else f" LIMIT {at_most + 1}"
         some = f"SELECT 1 AS one FROM {self.table} WHERE {where}{limit}"
         (count,) = connection.execute(f"SELECT count(*) FROM ({some}) AS some_rows").fetchone()
