@@ -294,10 +294,8 @@ class MysqlScan(TableScan):
     ) -> tuple[NumberedTable[Session] | None, Sequence[str]]:
         """The table in the order of its batches, as the options, or a position, name their column; its columns."""
         column = None if position is None else position["column"]
-        table, found = (
-            target.numbered_table(session, self.database, self.options, column),
-            target.find(session, self.options),
-        )
+        table = target.numbered_table(session, self.database, self.options, column)
+        found = target.find(session, self.options)
         return table, [] if found is None else [*target.table_columns(session, found)]
 
     def _range(self, session: Session) -> tuple[str, int, int] | None:
