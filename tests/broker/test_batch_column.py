@@ -188,6 +188,13 @@ def test_a_table_without_the_column_is_refused_with_what_adds_it(server: Any, tm
 def test_a_column_that_cannot_hold_the_batch(server: Any) -> None:
     binary = "bytea" if server.system == "postgres" else "longblob"
     key = "key" if server.system == "postgres" else "`key`"
+    table = server.table(f"{key} {binary}, value {binary}, batch bigint NOT NULL")
+    sink = server.sink(table, batchColumn="batch")
+    sink.preflight(Guarantee.EXACTLY_ONCE)
+    check = sink.target_check()
+    check(SCHEMA)
+    Rig(sink).run(0)
+    check(SCHEMA)
     table = server.table(f"{key} {binary}, value {binary}, batch integer")
     (refusal,) = server.sink(table, batchColumn="batch").preflight(Guarantee.EXACTLY_ONCE)
     assert refusal.refuses and "a batchColumn is bigint" in str(refusal)

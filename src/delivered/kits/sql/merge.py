@@ -37,6 +37,7 @@ from delivered.kits.sql.table import (
     check_known,
     compare,
     extended,
+    numbered_schema,
     untyped,
 )
 from delivered.model.capability import OnConflict, WriteMode
@@ -74,8 +75,9 @@ def check_fits(
         known: what was written before, and the next step if the rows differ from it; None: nothing was.
     """
     kept = stored(options.write, types.plain_schema(schema))
-    fresh = absent(options, kept, columns) if options.merge_schema else []
-    compare(options, types, pa.schema([f for f in kept if f not in fresh]), columns, change)
+    written = numbered_schema(options, kept)
+    fresh = absent(options, written, columns) if options.merge_schema else []
+    compare(options, types, pa.schema([f for f in written if f not in fresh]), columns, change)
     if known is not None and not any(map(untyped, kept)):
         check = extended if options.merge_schema else check_known
         check(options, known[0], types.canonical_schema(kept), known[1])

@@ -45,8 +45,7 @@ class TableSink(StoreSink):
     types: ClassVar[Types]
 
     def check_schema(self, schema: pa.Schema) -> None:
-        check_rows_lack(self.options, schema, folds_case=self.types.folds_case)
-        self.types.check(numbered_schema(self.options, schema))
+        self.types.check(schema)
         if self.options.write.upserts:
             check_columns(self.options.write, schema, self.types)
 
@@ -59,6 +58,11 @@ class TableSink(StoreSink):
 
 class DatabaseSink(TableSink):
     options: TableOptions
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        check_rows_lack(self.options, schema, folds_case=self.types.folds_case)
+        self.types.check(numbered_schema(self.options, schema))
+        super().check_schema(schema)
 
     def key_memory(self, scope: Scope) -> KeyMemory:
         from delivered.kits.sql.ledger import KeyTable
