@@ -40,6 +40,9 @@ SHOWN_MAX = 3
 COUNTS = 50
 """Ranges of batches whose rows are counted."""
 
+STARTED = "begun"
+"""The ledger's table of batches that started."""
+
 _SCOPE = "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation"
 
 
@@ -260,9 +263,9 @@ class NumberedTable(Generic[C]):
             self._sql(f"SELECT max(batch) FROM {{decision}} WHERE {_SCOPE}"), scope_values(scope)
         ).fetchone()
         if newest is None:
-            started = f"SELECT 1 FROM {{begun}} WHERE {_SCOPE}"
-            begun = connection.execute(self._sql(started), scope_values(scope)).fetchone()
-            return last if begun is None else -1
+            question = self._sql.value(f"SELECT 1 FROM {self._sql.tables[STARTED]} WHERE {_SCOPE}")
+            started = connection.execute(question, scope_values(scope)).fetchone()
+            return last if started is None else -1
         return min(last, int(newest) if self._shows(connection, scope, int(newest)) else int(newest) - 1)
 
     def _shows(self, connection: C, scope: Scope, batch: int) -> bool:
