@@ -44,6 +44,7 @@ from delivered.model.work import (
     Account,
     Action,
     Archived,
+    BatchPlan,
     BatchReport,
     Decision,
     Failed,
@@ -171,6 +172,19 @@ def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> No
             _abort(context, orphans([m], last))
     if None in messages:
         _abort_unheard(context, shards[0].plan.batch, [*([last] if last is not None else []), *state.earlier])
+
+
+def abort_unreported(context: Context, plan: BatchPlan) -> None:
+    """Abort what the tasks of a failed batch prepared, if the driver has none of their messages.
+
+    Runs on the driver. What a task prepares later is aborted by the next start.
+    """
+    try:
+        state = context.ledger.resume(context.owner.id)
+        if state.epoch == plan.epoch:
+            _abort_unheard(context, plan.batch, state.oldest_first)
+    except DeliveredError as error:
+        log.warning("batch %d: prepared participants were not aborted: %s", plan.batch, error)
 
 
 def _abort_superseded(context: Context, shards: Sequence[ShardMessage]) -> None:

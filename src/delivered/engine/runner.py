@@ -8,20 +8,21 @@ Spark splits a batch over processes, and so does this module. Which half runs wh
                                                      rejected before the transform
 
 Each driver process has a runner of its own; they share the owner's id. Whoever drives a batch in one process calls
-`plan`, then `finish`.
+`plan`, then `finish`. Several threads may call: one after the other, as ledgers and clients need it.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pyarrow as pa
 
 from delivered.engine.context import Context
-from delivered.engine.decide import abort_batch, commit_batch
+from delivered.engine.decide import abort_batch, abort_unreported, commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import may_send, write_shard
 from delivered.engine.sinks import Sinks
@@ -47,6 +48,7 @@ class Runner:
     context: Context
     register: Callable[[], Arbiter] | None = None
     _planned: _Planned | None = None
+    _turn: threading.RLock = field(default_factory=threading.RLock)
 
     def is_first(self, view: CheckpointView, start: str = "") -> bool:
         """Whether the batch is not the one that follows this process's last plan: it recovers in full."""
@@ -66,6 +68,12 @@ class Runner:
             schema: of the rows, before they are routed to the sinks. None: their targets exist, and stay as they are.
             start: identifies the start of the query.
         """
+        with self._turn:
+            return self._plan(view, schema, start, keeps_state)
+
+    def _plan(
+        self, view: CheckpointView, schema: pa.Schema | None, start: str, keeps_state: Callable[[], bool]
+    ) -> BatchPlan:
         began = time.monotonic()
         first, before = self.is_first(view, start), self._planned
         self._planned = None  # if this plan fails, the next one recovers in full
@@ -103,12 +111,13 @@ class Runner:
             rejected: what the batch's tasks rejected and could not pass on to those that write: one more shard, which
                 is written here.
         """
-        more = self._shard_of_rejected([m for m in messages if m is not None], rejected)
-        try:
-            return commit_batch(self.context, batch, offsets, [*messages, *more], run=run, report=report)
-        except Exception:
-            self.abort(more)
-            raise
+        with self._turn:
+            more = self._shard_of_rejected([m for m in messages if m is not None], rejected)
+            try:
+                return commit_batch(self.context, batch, offsets, [*messages, *more], run=run, report=report)
+            except Exception:
+                self.abort(more)
+                raise
 
     def _shard_of_rejected(
         self, messages: Sequence[ShardMessage], rejected: Callable[[BatchPlan], Rows | None]
@@ -121,7 +130,13 @@ class Runner:
 
     def abort(self, messages: Messages) -> None:
         """Abort what the tasks of a failed batch prepared. See `abort_batch`."""
-        abort_batch(self.context, messages)
+        with self._turn:
+            abort_batch(self.context, messages)
+
+    def abort_unreported(self, plan: BatchPlan) -> None:
+        """Abort what the tasks of a failed batch prepared, of which there are no messages."""
+        with self._turn:
+            abort_unreported(self.context, plan)
 
     def finish(
         self, plan: BatchPlan, write: Callable[[list[ShardMessage | None]], None], *, run: bool = False

@@ -70,7 +70,7 @@ _lock = threading.Lock()
 _numbers = itertools.count()
 _silences: dict[str, _Silence] = {}
 _watcher: tuple[int, threading.Thread] | None = None
-_in_query = False
+_in_query = 0
 _deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
 """In time.monotonic(); nested waits end with the outer one."""
 
@@ -78,7 +78,20 @@ _deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
 def in_query() -> None:
     """Mark that this process serves a running query: its servers have answered before, so wait for them."""
     global _in_query
-    _in_query = True
+    _in_query = max(1, _in_query)
+
+
+@contextmanager
+def serving_query() -> Iterator[None]:
+    """The same for the time of one batch, in the user's process, which starts other queries, too."""
+    global _in_query
+    with _lock:
+        _in_query += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _in_query -= 1
 
 
 def patience_s(answered: bool) -> float:

@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -132,6 +133,7 @@ def armed() -> bool:
 class _Place(threading.local):
     step: StepId | None = None
     facts: Mapping[str, Any] = MappingProxyType({})
+    work: Mapping[str, Any] | None = None
 
 
 _here = _Place()
@@ -145,9 +147,19 @@ def work_for(pipeline: str | None, **facts: Any) -> None:
     _here.step, _here.facts = None, {}
 
 
+@contextmanager
+def batch_of(pipeline: str) -> Iterator[None]:
+    """The same for this thread alone: the user's process works on several queries at a time."""
+    _here.work, _here.step, _here.facts = {"pipeline": pipeline}, None, {}
+    try:
+        yield
+    finally:
+        _here.work, _here.step, _here.facts = None, None, {}
+
+
 def place() -> dict[str, Any]:
     """Where this thread is: pipeline, step, batch, shard, attempt, sink; without those that it does not know."""
-    known = {"pipeline": None, "step": _here.step, **_work, **_here.facts}
+    known = {"pipeline": None, "step": _here.step, **(_here.work or _work), **_here.facts}
     return {name: known[name] for name in _PLACE if known.get(name) is not None}
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import pyarrow as pa
+
 from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets
 from delivered.engine.sinks import Columns, Sinks
@@ -158,6 +160,18 @@ class PipelineSpec:
             self.on_bad_row,
             (letters.name, letters.open()) if letters is not None else None,
         )
+
+    def checked(self, rows: pa.Schema) -> Sinks:
+        """The sinks, which can be written with this guarantee and these rows.
+
+        Raises:
+            UsageError, Refused: one cannot.
+        """
+        sinks = self.open()
+        for member in sinks.members:
+            member.sink.check_guarantee(self.guarantee)
+        sinks.check_schema(rows)
+        return sinks
 
     @property
     def run(self) -> str:

@@ -16,6 +16,7 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import SparkSession
 
 from delivered.contract.source import Finding
+from delivered.engine.owner import new_owner
 from delivered.model.capability import Guarantee
 from delivered.model.catalogue import texts
 from delivered.model.errors import DeliveredError, Refused, Unreachable, UsageError
@@ -23,6 +24,7 @@ from delivered.model.identity import SOURCE
 from delivered.model.work import Arbiter, DriverAddress, Owner
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
+from delivered.pipeline.spec import Sender
 from delivered.pipeline.transform import changing_in_sql
 from delivered.spark import parsed
 from delivered.spark.compat import LOCAL_SOCKETS
@@ -34,7 +36,21 @@ log = logging.getLogger(__name__)
 owners: WeakKeyDictionary[SparkSession, Owner] = WeakKeyDictionary()
 """Of sessions that have every format registered: the owner of ledgers that the registered classes carry."""
 
+_unregistered: dict[int, Owner] = {}
+"""Owner of this process, by its JVM, for batches in sessions that nobody registered; 0: it has none."""
+
 OUR_DAEMON = "delivered.spark.daemon"
+
+
+def sender_of(spark: SparkSession) -> Sender:
+    """This driver, for a batch that is planned and committed here. Spark passes `foreachBatch` a clone of the session
+    that was registered."""
+    jvm = jvm_of(spark)
+    process = jvm.pid if jvm is not None else 0
+    owner = owners.get(spark) or next((o for o in reversed(list(owners.values())) if o.process == process), None)
+    if owner is None:
+        owner = _unregistered.setdefault(process, new_owner(jvm))
+    return Sender(owner, DriverAddress.of(spark.conf.get))
 
 
 def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:

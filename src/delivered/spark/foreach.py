@@ -1,21 +1,39 @@
 """Batches of a query that are written by `foreachBatch`: for output modes that Spark does not offer to Python sinks,
-and for a user's own `foreachBatch`. The engine plans and commits them like those of a stream."""
+and for a user's own `foreachBatch`. They need no Python data source, and no second process on the driver.
+
+    driver    Runner.plan                                       recover, then what each task does
+    tasks     df.mapInArrow(ForeachTask).collect()              one message for each shard, of one attempt
+    driver    Runner.commit                                     check the messages, decide, apply
+
+The driver is the process in which the function of `foreachBatch` runs: the user's own; over Spark Connect, a worker of
+the server.
+"""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from delivered.engine.shard import may_send, write_shard
+from delivered.engine.transform import without_rejected
 from delivered.model.capability import Guarantee
-from delivered.model.errors import UsageError
+from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.identity import checked_name
+from delivered.model.patience import serving_query
+from delivered.model.step import batch_of
 from delivered.model.translate import translated
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import check_start
-from delivered.pipeline.registry import PREFIX
-from delivered.pipeline.spec import OPTION, PipelineSpec, SinkSpec
-from delivered.spark.internals import query_checkpoint
+from delivered.pipeline.spec import PipelineSpec, SinkSpec
+from delivered.pipeline.written_schemas import with_schemas
+from delivered.spark.check import sender_of
+from delivered.spark.internals import query_checkpoint, to_arrow
+from delivered.spark.settings import uncoalesced
+from delivered.spark.task import arm_driver
+from delivered.spark.writers import MESSAGE, ForeachTask, commit_next, find_runner, plan_next, read_view_of, unpacked
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -66,17 +84,45 @@ def write_batch(
 
 def save_batch(spec: PipelineSpec, df: DataFrame, batch_id: int) -> None:
     """Write one batch of a pipeline."""
-    writer = df.write.format(format_of(spec)).mode("append")
+    arm_driver()
     try:
-        writer.option(OPTION, replace(spec, batch=batch_id).to_option()).save()
+        with batch_of(spec.pipeline):
+            _save(replace(spec, batch=batch_id, sender=spec.sender or sender_of(df.sparkSession)), df, batch_id)
     except Exception as error:
         ours = translated(error)
         raise (ours if ours is not None else error) from None
 
 
-def format_of(spec: PipelineSpec) -> str:
-    """That of any of its sinks: the spec names all of them."""
-    return PREFIX + spec.sinks[0].system
+def _save(spec: PipelineSpec, df: DataFrame, batch: int) -> None:
+    schema = without_rejected(to_arrow(df.schema))
+    sinks = spec.checked(schema)
+    with ExitStack() as held:
+        view = read_view_of(spec)
+        if view.batch:
+            held.enter_context(serving_query())
+        runner = find_runner(spec, sinks, view.incarnation)
+        plan = plan_next(spec, runner, view, schema)
+        if plan.batch != batch:
+            raise InvariantBroken(
+                "BATCH_DIFFERS.FOREACH_BATCH", batch=batch, checkpoint=spec.checkpoint, planned=plan.batch
+            )
+        held.enter_context(serving_query())
+        sinks = with_schemas(spec, sinks, schema, plan)
+        task = ForeachTask(sinks, plan, schema, spec.one_of_each)
+        try:
+            with uncoalesced(df.sparkSession):
+                rows = df.mapInArrow(task, f"{MESSAGE} binary").collect()
+        except Exception:
+            runner.abort_unreported(plan)
+            raise
+        messages = [unpacked(bytes(row[0]), plan) for row in rows]
+        try:
+            if not messages:  # a frame without partitions: an empty batch has one shard, too
+                messages = [write_shard(sinks, plan, 0, 0, iter(()), schema, partial(may_send, plan, 0))]
+            commit_next(spec, runner, schema, batch, plan.offsets, messages)
+        except Exception:
+            runner.abort(messages)
+            raise
 
 
 _checked: set[str] = set()

@@ -31,7 +31,7 @@ from delivered.pipeline.registry import PREFIX, find_source
 from delivered.pipeline.spec import Envelope, PipelineSpec, Reading, Sender, StartCheck
 from delivered.spark.internals import from_arrow, loads, to_arrow
 from delivered.spark.readers import BatchReader, StreamReader
-from delivered.spark.writers import BatchWriter, ForeachWriter, StreamWriter
+from delivered.spark.writers import BatchWriter, StreamWriter
 
 _TABLE = "delivered.table"
 _CATALOG = "provider"
@@ -77,8 +77,6 @@ class DeliveredDataSource(DataSource):
         options = write_options(schema, self.options, self.system)
         spec = PipelineSpec.parse(self.system, options, self.sender)
         sinks = self._sinks(spec, rows, overwrite)
-        if spec.batch is not None:
-            return ForeachWriter(spec, sinks, rows)
         if any(m.sink.capability().write.complete for m in sinks.members):
             raise Refused("MODE_COMPLETE.BATCH_WRITE", name=self.name())
         return BatchWriter(spec, sinks, rows)
@@ -108,11 +106,7 @@ class DeliveredDataSource(DataSource):
             raise _appends_only(self.name(), "complete")
         if overwrite:
             raise Refused("OVERWRITE", name=self.name())
-        sinks = spec.open()
-        for member in sinks.members:
-            member.sink.check_guarantee(spec.guarantee)
-        sinks.check_schema(rows)
-        return sinks
+        return spec.checked(rows)
 
     def _table(self, options: dict[str, str]) -> StructType:
         """The columns of a table in Spark's catalog: those of its source, or those that its sink accepts."""

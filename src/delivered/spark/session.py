@@ -31,11 +31,9 @@ from delivered.engine.owner import new_owner
 from delivered.machine import cache_folder, java_home
 from delivered.model.errors import DeliveredError
 from delivered.model.step import LOG_FORMAT, as_json
-from delivered.model.work import DriverAddress
 from delivered.pipeline.registry import connectors
-from delivered.pipeline.spec import Sender
 from delivered.prefork import start_server, worker_python
-from delivered.spark.check import OUR_DAEMON, advice, owners
+from delivered.spark.check import OUR_DAEMON, advice, owners, sender_of
 from delivered.spark.compat import LOCAL_SOCKETS
 from delivered.spark.formats import DeliveredDataSource
 from delivered.spark.hooks import install
@@ -95,14 +93,14 @@ def register(spark: SparkSession) -> None:
 
 def _register(spark: SparkSession, parent: SparkSession | None) -> None:
     """Args: parent: a session of the same driver."""
-    owner = (owners.get(parent) if parent is not None else None) or new_owner(jvm_of(spark))
-    sender = Sender(owner, DriverAddress.of(spark.conf.get))
+    owners.pop(spark, None)  # it becomes the newest
+    owners[spark] = (owners.get(parent) if parent is not None else None) or new_owner(jvm_of(spark))
+    sender = sender_of(spark)
     with active(spark):  # where Spark checks for existing formats
         for name in connectors():
             attributes: dict[str, Any] = {"system": name, "sender": sender}
             # Not importable by name, so that Spark pickles the class by value, id included.
             spark.dataSource.register(type(f"Delivered_{name}", (DeliveredDataSource,), attributes))
-    owners[spark] = owner
 
 
 def prepare_environment(python: str | None = None) -> None:

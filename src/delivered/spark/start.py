@@ -34,9 +34,9 @@ from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import for_start, unfit_for_unfinished
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, Drain, Envelope, PipelineSpec, Reading
-from delivered.spark.check import cannot_restart, check_executors
+from delivered.spark.check import cannot_restart, check_executors, sender_of
 from delivered.spark.compat import ADMITS, start_available_now
-from delivered.spark.foreach import format_of, save_batch
+from delivered.spark.foreach import save_batch
 from delivered.spark.internals import (
     IDLE,
     OUTPUT_MODE_REFUSED,
@@ -227,9 +227,9 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streami
     more = {k: v for e in pipeline.all_sinks for k, v in e.spark_options.items()}
     writer = frame.writeStream.options(**more).option("checkpointLocation", pipeline.checkpoint)
     if pipeline.output_mode == "append":
-        writer = writer.format(format_of(spec)).option(OPTION, spec.to_option())
+        writer = writer.format(PREFIX + spec.sinks[0].system).option(OPTION, spec.to_option())
     else:
-        by_key = replace(spec, one_of_each=pipeline.output_mode == "update")
+        by_key = replace(spec, one_of_each=pipeline.output_mode == "update", sender=sender_of(spark))
         writer = writer.outputMode(pipeline.output_mode).foreachBatch(partial(save_batch, by_key))
     _keep_dedup(pipeline, spec)
     keep_removed(pipeline.checkpoint, pipeline.sources)

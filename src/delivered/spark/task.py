@@ -1,4 +1,4 @@
-"""Set-up of a Spark worker: crash points and warnings; the running task and its batch."""
+"""Set-up of a process that works for a query: crash points and warnings; the running task and its batch."""
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ def arm(pipeline: str | None = None) -> None:
     Args:
         pipeline: that this process works for now.
     """
-    global _armed
     task = TaskContext.get()
     if task is None:
         work_for(pipeline)
     else:
         batch = running_batch(task)[1]
         work_for(pipeline, batch=int(batch) if batch is not None else None, shard=task.partitionId())
-    _show_warnings()
     _spare_the_collector()
+    arm_driver()
+
+
+def arm_driver() -> None:
+    """The part of `arm` for the user's own process, whose memory and whose current work are the user's."""
+    global _armed
+    _show_warnings()
     if _armed or not os.environ.get("DELIVERED_CRASH"):
         return
     from delivered.crash import install_from_environment  # loaded only if needed

@@ -1,8 +1,11 @@
-"""Delivered sinks as Spark writers, for streams, `foreachBatch` and df.write: where Spark's calls meet the engine."""
+"""Delivered sinks as Spark writers, for streams and df.write, and tasks of `foreachBatch`: where Spark's calls meet the
+engine."""
 
 from __future__ import annotations
 
 import pickle
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -83,56 +86,10 @@ class Recovering:
         return self._plan
 
     def _write(self, batches: Iterator[Rows]) -> WriterCommitMessage:
-        arm(self._planned().scope.pipeline)
-        in_query()
-        task = running_task()
-        shard, attempt = task.partitionId(), task.attemptNumber()
-        plan = self._planned()
-        asks = partial(may_send, plan, shard)
-        message = write_shard(self._sinks, plan, shard, attempt, batches, self._schema, asks)
-        return ShardCommit(replace(message, task=task.taskAttemptId()))
+        return ShardCommit(_write_shard(self._sinks, self._planned(), batches, self._schema))
 
 
-class BatchOfQuery(Recovering):
-    """A batch of a streaming query: of its sink, or of its `foreachBatch`."""
-
-    def _recover(self) -> BatchPlan:
-        return plan_next(self._spec, self._sinks, self._schema)
-
-    def _check_running(self, *, outside: bool) -> None:
-        """Args: outside: the task may run on a user's thread, for which Spark knows no query."""
-        plan, running = self._planned(), running_batch(running_task())
-        planned = (plan.scope.incarnation, str(plan.batch))
-        if running != planned and not (outside and running == (None, None)):
-            raise InvariantBroken("BATCH_DIFFERS.TASK", running=running, planned=planned)
-
-    def _commit(self, messages: list[WriterCommitMessage | None], batch: int) -> None:
-        from delivered.checkpoint.folder import read_view  # not in a task
-
-        arm(self._spec.pipeline)
-        in_query()
-        shards = messages_of(messages)
-        plan = next((m.plan for m in shards if m is not None), None)
-        if plan is not None:
-            incarnation, offsets = plan.scope.incarnation, plan.offsets
-        else:
-            view = read_view(checkpoint_of(self._spec))
-            incarnation, offsets = view.incarnation, view.offsets
-        from delivered.checkpoint.history import add
-
-        runner, checkpoint = find_runner(self._spec, self._sinks, incarnation), checkpoint_of(self._spec)
-        rejected = partial(rejected_rows, self._spec, self._schema)
-        runner.commit(batch, offsets, shards, report=partial(add, checkpoint), rejected=rejected)
-        reach(StepId.LOG, Moment.BEFORE, batch=batch)
-
-    def _abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        shards = messages_of(messages)
-        plan = next((m.plan for m in shards if m is not None), None)
-        if plan is not None:
-            find_runner(self._spec, self._sinks, plan.scope.incarnation).abort(shards)
-
-
-class StreamWriter(BatchOfQuery, StreamArrowWriter):
+class StreamWriter(Recovering, StreamArrowWriter):
     """One object per batch. Spark creates it twice: where it plans the batch, and where it commits."""
 
     _stays = ("_spec",)
@@ -141,45 +98,61 @@ class StreamWriter(BatchOfQuery, StreamArrowWriter):
         super().__init__(spec, sinks, schema)
         self._direct = direct
 
+    def _recover(self) -> BatchPlan:
+        arm(self._spec.pipeline)
+        view = read_view_of(self._spec)
+        if view.batch:
+            in_query()
+        return plan_next(self._spec, find_runner(self._spec, self._sinks, view.incarnation), view, self._schema)
+
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        self._check_running(outside=False)
+        check_running(self._planned())
         return self._write(self._direct.rows(iterator) if self._direct is not None else map(decode, iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        self._commit(messages, batchId)
+        arm(self._spec.pipeline)
+        in_query()
+        shards = messages_of(messages)
+        plan = next((m.plan for m in shards if m is not None), None)
+        if plan is not None:
+            incarnation, offsets = plan.scope.incarnation, plan.offsets
+        else:
+            view = read_view_of(self._spec)
+            incarnation, offsets = view.incarnation, view.offsets
+        commit_next(
+            self._spec, find_runner(self._spec, self._sinks, incarnation), self._schema, batchId, offsets, shards
+        )
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803, ARG002
-        self._abort(messages)
+        shards = messages_of(messages)
+        plan = next((m.plan for m in shards if m is not None), None)
+        if plan is not None:
+            find_runner(self._spec, self._sinks, plan.scope.incarnation).abort(shards)
 
 
-class ForeachWriter(BatchOfQuery, DataSourceArrowWriter):
-    """One batch of a query, written by its `foreachBatch`: like that of a stream, but through `df.write`."""
+@dataclass(frozen=True)
+class ForeachTask:
+    """What `mapInArrow` runs in each task of a `foreachBatch`: the shard's rows in, its message out.
 
-    def _recover(self) -> BatchPlan:
-        plan = super()._recover()
-        if plan.batch != self._spec.batch:
-            raise InvariantBroken(
-                "BATCH_DIFFERS.FOREACH_BATCH",
-                batch=self._spec.batch,
-                checkpoint=self._spec.checkpoint,
-                planned=plan.batch,
-            )
-        return plan
+    Attributes:
+        schema: of the rows.
+        one_of_each: a key of an upsert without version occurs once in a batch.
+    """
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        self._check_running(outside=True)
-        rows = map(decode, iterator)
-        if self._spec.one_of_each:
+    sinks: Sinks
+    plan: BatchPlan
+    schema: pa.Schema
+    one_of_each: bool
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        check_running(self.plan, outside=True)
+        rows: Iterator[Rows] = map(decode, batches)
+        if self.one_of_each:
             from delivered.engine.keys import one_of_each_key  # other tasks do not load it
 
-            return self._write(one_of_each_key(self._sinks, rows))
-        return self._write(rows)
-
-    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        self._commit(messages, self._spec.batch or 0)
-
-    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        self._abort(messages)
+            rows = one_of_each_key(self.sinks, rows)
+        message = _write_shard(self.sinks, self.plan, rows, self.schema)
+        yield pa.record_batch([pa.array([packed(message)], pa.binary())], names=[MESSAGE])
 
 
 class BatchWriter(Recovering, DataSourceArrowWriter):
@@ -207,16 +180,60 @@ class BatchWriter(Recovering, DataSourceArrowWriter):
         find_runner(self._spec, self._sinks, self._run).abort(messages_of(messages))
 
 
-def plan_next(spec: PipelineSpec, sinks: Sinks, schema: pa.Schema) -> BatchPlan:
-    """Recover a stream, and plan its next batch according to the checkpoint."""
-    from delivered.checkpoint.folder import holds_state, read_view, repartitions_before
+def _write_shard(sinks: Sinks, plan: BatchPlan, batches: Iterator[Rows], schema: pa.Schema) -> ShardMessage:
+    arm(plan.scope.pipeline)
+    in_query()
+    task = running_task()
+    shard, attempt = task.partitionId(), task.attemptNumber()
+    message = write_shard(sinks, plan, shard, attempt, batches, schema, partial(may_send, plan, shard))
+    return replace(message, task=task.taskAttemptId())
 
-    arm(spec.pipeline)
+
+def check_running(plan: BatchPlan, *, outside: bool = False) -> None:
+    """Check that the running task is one of the planned batch.
+
+    Args:
+        outside: it may run on a user's thread, for which Spark knows no query.
+    """
+    running, planned = running_batch(running_task()), (plan.scope.incarnation, str(plan.batch))
+    if running != planned and not (outside and running == (None, None)):
+        raise InvariantBroken("BATCH_DIFFERS.TASK", running=running, planned=planned)
+
+
+MESSAGE = "message"
+"""Column of a task's message to the driver."""
+
+
+def packed(message: ShardMessage) -> bytes:
+    """A message without its plan, which the driver has: offsets of thousands of partitions are in it."""
+    plan = message.plan
+    return pickle.dumps((plan.owner, plan.batch, plan.epoch, replace(message, plan=None)))  # type: ignore[arg-type]
+
+
+def unpacked(data: bytes, plan: BatchPlan) -> ShardMessage:
+    """The message of a task of this plan.
+
+    Raises:
+        InvariantBroken: it is of another one.
+    """
+    *running, message = pickle.loads(data)  # noqa: S301 - Spark carried it from our own task
+    if running != (planned := [plan.owner, plan.batch, plan.epoch]):
+        raise InvariantBroken("BATCH_DIFFERS.TASK", running=running, planned=planned)
+    returned: ShardMessage = message
+    return replace(returned, plan=plan)
+
+
+def read_view_of(spec: PipelineSpec) -> CheckpointView:
+    from delivered.checkpoint.folder import read_view  # not in a task
+
+    return read_view(checkpoint_of(spec))
+
+
+def plan_next(spec: PipelineSpec, own: Runner, view: CheckpointView, schema: pa.Schema) -> BatchPlan:
+    """Recover a stream, and plan its next batch according to the checkpoint."""
+    from delivered.checkpoint.folder import holds_state, repartitions_before
+
     checkpoint = checkpoint_of(spec)
-    view = read_view(checkpoint)
-    if view.batch:
-        in_query()
-    own = find_runner(spec, sinks, view.incarnation)
     first = own.is_first(view, spec.start or "")
     if first:
         view = replace(view, repartitions=repartitions_before(checkpoint, view.batch))
@@ -228,6 +245,22 @@ def plan_next(spec: PipelineSpec, sinks: Sinks, schema: pa.Schema) -> BatchPlan:
 
         forget_task_files(checkpoint, view.batch, decided=plan.is_decided)
     return plan
+
+
+def commit_next(
+    spec: PipelineSpec,
+    own: Runner,
+    schema: pa.Schema,
+    batch: int,
+    offsets: str,
+    messages: Sequence[ShardMessage | None],
+) -> None:
+    """Decide the planned batch of a stream, and make it visible. See `Runner.commit`."""
+    from delivered.checkpoint.history import add  # not in a task
+
+    report = partial(add, checkpoint_of(spec))
+    own.commit(batch, offsets, messages, report=report, rejected=partial(rejected_rows, spec, schema))
+    reach(StepId.LOG, Moment.BEFORE, batch=batch)
 
 
 def rejected_rows(spec: PipelineSpec, schema: pa.Schema, plan: BatchPlan) -> Rows | None:
@@ -266,21 +299,26 @@ def find_runner(spec: PipelineSpec, sinks: Sinks, incarnation: str) -> Runner:
         raise InvariantBroken("OWNER_UNKNOWN", pipeline=spec.pipeline)
     scope, owner = spec.scope(sinks, incarnation), spec.sender.owner
     key = (scope, owner.id, replace(spec, start=None, batch=None).to_option())
-    if key in _runners:
-        _runners.move_to_end(key)
-        return _runners[key]
+    with _lock:
+        if key in _runners:
+            _runners.move_to_end(key)
+            return _runners[key]
     opened = Context.open(sinks, scope, spec.guarantee, located(owner), spec.tolerance, spec.transform)
     register = None
     if spec.guarantee is Guarantee.AT_MOST_ONCE:
         from delivered.engine.arbiter import registered  # no other guarantee needs it
 
         register = partial(registered, scope, owner, spec.sender.address)
-    _runners[key] = Runner(sinks, opened, register)
-    while len(_runners) > _RUNNERS_MAX:
-        _, old = _runners.popitem(last=False)
-        old.close()
-    return _runners[key]
+    runner = Runner(sinks, opened, register)
+    # Closed when nobody uses it: in the user's process, other threads write batches of other queries.
+    weakref.finalize(runner, opened.close).atexit = False
+    with _lock:
+        runner = _runners.setdefault(key, runner)
+        while len(_runners) > _RUNNERS_MAX:
+            _runners.popitem(last=False)
+    return runner
 
 
 _RUNNERS_MAX = 8
+_lock = threading.Lock()
 _runners: OrderedDict[tuple[Scope, str, str], Runner] = OrderedDict()
