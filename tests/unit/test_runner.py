@@ -112,3 +112,18 @@ def test_only_the_batch_after_the_last_plan_goes_on_without_recovery(
     with pytest.raises(InvariantBroken):
         runner.plan(view(1), ROWS, start="a")
     assert runner.is_first(view(1), "a"), "the last plan failed"
+
+
+def test_what_a_failed_batch_prepared_is_found_without_messages(runner: Runner) -> None:
+    """Not what was decided; and nothing once a later claim was made: that owner names what is its own."""
+    plan = runner.plan(view(0), ROWS)
+    runner.finish(plan, lambda messages: messages.append(shard(runner, plan, 0)))
+    outdated = runner.plan(view(1), ROWS)
+    shard(runner, outdated, 0)
+    runner.abort_unreported(outdated)
+    assert states() == [State.APPLIED, State.ABORTED]
+    again = runner.plan(view(1), ROWS)
+    shard(runner, again, 0)
+    runner.context.ledger.claim(runner.context.owner)
+    runner.abort_unreported(again)
+    assert states() == [State.APPLIED, State.ABORTED, State.PREPARED]
