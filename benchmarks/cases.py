@@ -12,6 +12,14 @@ SPARK_KAFKA_JARS = (
 )
 """Spark's own Kafka connector: Maven's group, artifact, version. The rest of what it needs ships with Spark 4.3."""
 
+SPARK_35_KAFKA_JARS = (
+    ("org.apache.spark", "spark-sql-kafka-0-10_2.12", "3.5.7"),
+    ("org.apache.spark", "spark-token-provider-kafka-0-10_2.12", "3.5.7"),
+    ("org.apache.kafka", "kafka-clients", "3.4.1"),
+    ("org.apache.commons", "commons-pool2", "2.11.1"),
+)
+"""The same for Spark 3.5."""
+
 
 @dataclass(frozen=True)
 class Case:

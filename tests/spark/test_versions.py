@@ -25,15 +25,15 @@ def test_versions_of_vendors_are_read(version: str, expected: tuple[int, int]) -
 
 @pytest.mark.parametrize("entry", ["delivered.register", "delivered.session", "delivered.write_batch"])
 def test_an_early_spark_is_refused_by_its_version(tmp_path: Path, entry: str) -> None:
-    """As 3.5 is installed: a package without `pyspark.sql.datasource`."""
+    """As 3.4 is installed: a package without `pyspark.sql.datasource`."""
     package = tmp_path / "pyspark"
     (package / "sql").mkdir(parents=True)
     (package / "__init__.py").write_text("from pyspark.version import __version__\n")
-    (package / "version.py").write_text("__version__: str = '3.5.9'\n")
+    (package / "version.py").write_text("__version__: str = '3.4.4'\n")
     (package / "sql" / "__init__.py").write_text("")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import delivered; {entry}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "[DELIVERED_SPARK_VERSION] This Python has pyspark 3.5.9" in done.stderr
+    assert "[DELIVERED_SPARK_VERSION] This Python has pyspark 3.4.4" in done.stderr
     assert "pip install" not in done.stderr
 
 

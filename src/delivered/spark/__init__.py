@@ -8,7 +8,7 @@ from pathlib import Path
 
 from delivered.model.errors import Refused
 
-SPARK_VERSION_MIN = "4.0"
+SPARK_VERSION_MIN = "3.5"
 
 
 def parsed(version: str) -> tuple[int, int]:
@@ -29,7 +29,7 @@ def _check_version() -> None:
     file = Path(spec.origin).with_name("version.py")
     match = re.search(r"""["'](\d+\.[^"']+)""", file.read_text(encoding="utf-8")) if file.is_file() else None
     if match is not None and parsed(match[1]) < parsed(SPARK_VERSION_MIN):
-        raise Refused("SPARK_VERSION", version=match[1], version_min=SPARK_VERSION_MIN)
+        raise Refused("SPARK_VERSION.TOO_OLD", version=match[1], version_min=SPARK_VERSION_MIN)
 
 
 _check_version()

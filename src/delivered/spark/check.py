@@ -64,9 +64,17 @@ def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
 
 
 def _findings(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
-    error = cannot_restart(pipeline.sources, spark.version)
+    error = unfit_version(pipeline, spark.version)
     slow = (Finding.build(code, refuses=False) for code in advice(partial(spark.conf.get, default="")))
     return (*(() if error is None else (Finding.refusal(error),)), *checked_transform(pipeline, spark), *slow)
+
+
+def unfit_version(pipeline: Definition, version: str) -> Refused | None:
+    """What this version of Spark lacks for a pipeline."""
+    own = next((e for e in pipeline.sources.values() if not e.is_spark_own), None)
+    if own is not None and parsed(version) < (4, 0):
+        return Refused("SPARK_VERSION.SOURCE", version=version, label=own.label)
+    return cannot_restart(pipeline.sources, version)
 
 
 def cannot_restart(sources: Collection[str], version: str) -> Refused | None:

@@ -6,6 +6,7 @@
 | | Available-now is one batch to the end: a query whose source limits batches runs without it until it has read what |
 | | was there at its start. Sources have no names, so a pipeline has one. Progress shows no lag |
 | 4.0 | sockets on this machine between JVM and workers are TCP |
+| 3.5 | data sources in Python: no format of ours can be registered. Everything runs by `foreachBatch` (foreach.py) |
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import pyspark
-from pyspark.sql import datasource
 
 from delivered.model.errors import InvariantBroken
 from delivered.spark import parsed
@@ -34,6 +34,9 @@ R = TypeVar("R", bound="type[DataSourceStreamReader]")
 
 VERSION = parsed(pyspark.__version__)
 
+PYTHON_SOURCES = VERSION >= (4, 0)
+"""Formats can be written in Python."""
+CLASSIC_FRAME = "pyspark.sql.classic.dataframe" if VERSION >= (4, 0) else "pyspark.sql.dataframe"
 ADMITS = VERSION >= (4, 2)
 """Spark asks a stream with its start and a limit, and runs available-now in several batches."""
 LOCAL_SOCKETS = VERSION >= (4, 1)
@@ -50,16 +53,32 @@ else:
 
 
 if TYPE_CHECKING:
+    from pyspark.sql.datasource import DataSourceArrowWriter as ArrowWriter
     from pyspark.sql.datasource import DataSourceStreamArrowWriter as StreamArrowWriter
-else:
+    from pyspark.sql.datasource import WriterCommitMessage
+elif PYTHON_SOURCES:
+    from pyspark.sql import datasource
+    from pyspark.sql.datasource import DataSourceArrowWriter as ArrowWriter
+    from pyspark.sql.datasource import WriterCommitMessage
+
     # Spark 4.0 passes Arrow to a stream's writer if it is also one for batches.
     StreamArrowWriter = getattr(
         datasource,
         "DataSourceStreamArrowWriter",
-        type("StreamArrowWriter", (datasource.DataSourceStreamWriter, datasource.DataSourceArrowWriter), {}),
+        type("StreamArrowWriter", (datasource.DataSourceStreamWriter, ArrowWriter), {}),
     )
+else:
+    ArrowWriter = StreamArrowWriter = WriterCommitMessage = object
 
-__all__ = ["ReadAllAvailable", "ReadLimit", "ReadMaxRows", "StreamArrowWriter", "SupportsTriggerAvailableNow"]
+__all__ = [
+    "ArrowWriter",
+    "ReadAllAvailable",
+    "ReadLimit",
+    "ReadMaxRows",
+    "StreamArrowWriter",
+    "SupportsTriggerAvailableNow",
+    "WriterCommitMessage",
+]
 
 
 class _Remembering:

@@ -12,9 +12,13 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
+from delivered.spark.compat import PYTHON_SOURCES
 from delivered.spark.internals import TASK_MODULE, run_daemon
 
-_IMPORTED = (TASK_MODULE, "pyarrow.compute", "delivered.spark.readers", "delivered.spark.writers")
+_IMPORTED = (
+    *(TASK_MODULE, "pyarrow.compute", "delivered.spark.writers"),
+    *(("delivered.spark.readers",) if PYTHON_SOURCES else ()),
+)
 
 
 def main() -> None:

@@ -23,8 +23,9 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.identity import checked_name
 from delivered.model.patience import serving_query
-from delivered.model.step import batch_of
+from delivered.model.step import Moment, StepId, batch_of, reach
 from delivered.model.translate import translated
+from delivered.model.work import Action
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import check_start
 from delivered.pipeline.spec import PipelineSpec, SinkSpec
@@ -107,6 +108,9 @@ def _save(spec: PipelineSpec, df: DataFrame, batch: int) -> None:
                 "BATCH_DIFFERS.FOREACH_BATCH", batch=batch, checkpoint=spec.checkpoint, planned=plan.batch
             )
         held.enter_context(serving_query())
+        if plan.action is Action.SKIP and not plan.rewrite:
+            reach(StepId.LOG, Moment.BEFORE, batch=batch)
+            return
         sinks = with_schemas(spec, sinks, schema, plan)
         task = ForeachTask(sinks, plan, schema, spec.one_of_each)
         try:

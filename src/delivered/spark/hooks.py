@@ -39,7 +39,7 @@ from delivered.pipeline.spec import CHECKPOINT, OPTION, Envelope, IdiomStart, Re
 from delivered.source import spark_metrics
 from delivered.spark import internals
 from delivered.spark.check import check_executors
-from delivered.spark.compat import ADMITS, stop_when_read
+from delivered.spark.compat import ADMITS, PYTHON_SOURCES, stop_when_read
 from delivered.spark.internals import FORMAT_NOT_FOUND, PYTHON_STREAM, StreamWrite, make_active, session_of
 from delivered.spark.settings import same_shards, uncoalesced
 
@@ -124,6 +124,8 @@ def _registering(original: Callable[..., Any], register: Callable[..., None]) ->
                 raise
             connector(missing.group(1))  # raises if there is no such format
             spark = session_of(self)
+            if not PYTHON_SOURCES:
+                raise Refused("SPARK_VERSION.FORMATS", version=spark.version) from None
             register(spark, None)
             make_active(spark)
         return original(self, *args, **kwargs)

@@ -175,14 +175,16 @@ def active(spark: SparkSession) -> Iterator[None]:
 
 
 def _sessions(spark: SparkSession) -> Any:
-    return type(spark)._get_j_spark_session_class(spark._jvm)
+    jvm: Any = spark._jvm
+    find = getattr(type(spark), "_get_j_spark_session_class", None)  # 3.5 has one class of sessions
+    return jvm.SparkSession if find is None else find(jvm)
 
 
 @_touches("_spark, _session and _client of readers and writers", "formats are registered in the wrong session")
 def session_of(holder: Any) -> Any:
     """The session of a reader or a writer, or the session itself."""
     candidates = (getattr(holder, name, None) for name in ("_spark", "_session", "_client"))
-    return next((c for c in candidates if hasattr(c, "dataSource")), holder)
+    return next((c for c in candidates if hasattr(c, "readStream")), holder)
 
 
 # Schemas and pickling.
@@ -246,7 +248,9 @@ def running_batch(task: TaskContext) -> tuple[str | None, str | None]:
 @_touches("pyspark.sql.classic.dataframe, pyspark.sql.connect.dataframe", "explain and recompute see no frames")
 def frame_class(*, connect: bool) -> type:
     """Raises ImportError: of Spark Connect, without grpcio."""
-    frame: type = import_module(f"pyspark.sql.{'connect' if connect else 'classic'}.dataframe").DataFrame
+    from delivered.spark.compat import CLASSIC_FRAME
+
+    frame: type = import_module("pyspark.sql.connect.dataframe" if connect else CLASSIC_FRAME).DataFrame
     return frame
 
 

@@ -29,13 +29,12 @@ from pyspark.sql import SparkSession
 
 from delivered.engine.owner import new_owner
 from delivered.machine import cache_folder, java_home
-from delivered.model.errors import DeliveredError
+from delivered.model.errors import DeliveredError, Refused
 from delivered.model.step import LOG_FORMAT, as_json
 from delivered.pipeline.registry import connectors
 from delivered.prefork import start_server, worker_python
 from delivered.spark.check import OUR_DAEMON, advice, owners, sender_of
-from delivered.spark.compat import LOCAL_SOCKETS
-from delivered.spark.formats import DeliveredDataSource
+from delivered.spark.compat import LOCAL_SOCKETS, PYTHON_SOURCES
 from delivered.spark.hooks import install
 from delivered.spark.internals import TASK_MODULE, WORKER_MODULES, Setting, active, jvm_of, make_active
 
@@ -50,10 +49,8 @@ _CONF = {
 
 JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _PREFORKED = (
-    *WORKER_MODULES,
+    *((*WORKER_MODULES, "delivered.spark.formats", "delivered.spark.readers") if PYTHON_SOURCES else (TASK_MODULE,)),
     "pyarrow.compute",
-    "delivered.spark.formats",
-    "delivered.spark.readers",
     "delivered.spark.writers",
     "delivered.checkpoint.history",
     "delivered.engine.decide",
@@ -82,7 +79,17 @@ def register(spark: SparkSession) -> None:
 
     The registered classes carry an id of this driver, new for each call: by it the driver's processes act as one owner
     of a ledger, and a second driver on the same checkpoint is detected.
+
+    Raises:
+        Refused: this Spark has no formats in Python.
     """
+    if not PYTHON_SOURCES:
+        raise Refused("SPARK_VERSION.FORMATS", version=spark.version)
+    prepare(spark)
+
+
+def prepare(spark: SparkSession) -> None:
+    """Make this process the owner of what it writes in the session; register every format, if this Spark can."""
     if spark not in owners:
         for missing in advice(partial(spark.conf.get, default="")).values():
             log.warning(missing)
@@ -96,6 +103,10 @@ def _register(spark: SparkSession, parent: SparkSession | None) -> None:
     owners.pop(spark, None)  # it becomes the newest
     owners[spark] = (owners.get(parent) if parent is not None else None) or new_owner(jvm_of(spark))
     sender = sender_of(spark)
+    if not PYTHON_SOURCES:
+        return
+    from delivered.spark.formats import DeliveredDataSource
+
     with active(spark):  # where Spark checks for existing formats
         for name in connectors():
             attributes: dict[str, Any] = {"system": name, "sender": sender}
@@ -147,7 +158,7 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
     for key, value in settings.items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
-    register(spark)
+    prepare(spark)
     return spark
 
 

@@ -34,8 +34,8 @@ from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import for_start, unfit_for_unfinished
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, Drain, Envelope, PipelineSpec, Reading
-from delivered.spark.check import cannot_restart, check_executors, sender_of
-from delivered.spark.compat import ADMITS, start_available_now
+from delivered.spark.check import check_executors, sender_of, unfit_version
+from delivered.spark.compat import ADMITS, PYTHON_SOURCES, start_available_now
 from delivered.spark.foreach import save_batch
 from delivered.spark.internals import (
     IDLE,
@@ -57,7 +57,7 @@ from delivered.spark.rows import (
     without_repeats,
     without_seen_repeats,
 )
-from delivered.spark.session import is_registered, register, session
+from delivered.spark.session import is_registered, prepare, session
 from delivered.spark.settings import AUDITED, batches_fit_for, same_shards, with_setting
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def ready(pipeline: Definition, chosen: SparkSession | None) -> SparkSession:
     """The chosen session or a new one, with every format registered, active in this thread."""
     spark = chosen or SparkSession.getActiveSession() or new_session(pipeline)
     if not is_registered(spark):
-        register(spark)
+        prepare(spark)
     make_active(spark)
     return spark
 
@@ -182,7 +182,7 @@ def stop_between_batches(query: StreamingQuery, timeout_s: float, waiting: Calla
 
 def _query(pipeline: Definition, spark: SparkSession, drain: Drain) -> StreamingQuery:
     named = tuple(pipeline.sources) != (SOURCE,)
-    refused = cannot_restart(pipeline.sources, spark.version)
+    refused = unfit_version(pipeline, spark.version)
     if refused is not None:
         raise refused
     with _one_start, ExitStack() as held:  # a query keeps the configuration that it started with
@@ -226,7 +226,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streami
     frame, spec = _rows(pipeline, spark, read, sources, spec)
     more = {k: v for e in pipeline.all_sinks for k, v in e.spark_options.items()}
     writer = frame.writeStream.options(**more).option("checkpointLocation", pipeline.checkpoint)
-    if pipeline.output_mode == "append":
+    if pipeline.output_mode == "append" and PYTHON_SOURCES:
         writer = writer.format(PREFIX + spec.sinks[0].system).option(OPTION, spec.to_option())
     else:
         by_key = replace(spec, one_of_each=pipeline.output_mode == "update", sender=sender_of(spark))

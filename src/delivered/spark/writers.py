@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from delivered.engine.shard import may_send, write_shard
 from delivered.engine.sinks import Sinks
@@ -25,7 +24,7 @@ from delivered.model.patience import in_query
 from delivered.model.rows import OnBadRow, Rows
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import BatchPlan, CheckpointView, ShardMessage, Tolerance
-from delivered.spark.compat import StreamArrowWriter
+from delivered.spark.compat import ArrowWriter, StreamArrowWriter, WriterCommitMessage
 from delivered.spark.internals import running_batch
 from delivered.spark.task import arm, running_task
 
@@ -155,7 +154,7 @@ class ForeachTask:
         yield pa.record_batch([pa.array([packed(message)], pa.binary())], names=[MESSAGE])
 
 
-class BatchWriter(Recovering, DataSourceArrowWriter):
+class BatchWriter(Recovering, ArrowWriter):
     """A run is the only batch of an incarnation that its run id identifies."""
 
     def __init__(self, spec: PipelineSpec, sinks: Sinks, schema: pa.Schema) -> None:
@@ -237,8 +236,9 @@ def plan_next(spec: PipelineSpec, own: Runner, view: CheckpointView, schema: pa.
     first = own.is_first(view, spec.start or "")
     if first:
         view = replace(view, repartitions=repartitions_before(checkpoint, view.batch))
-    # In foreachBatch the user decides what is written, perhaps twice to one sink: always compared.
-    keeps_state = partial(holds_state, checkpoint) if spec.batch is None else lambda: True
+    # In a foreachBatch of their own, users decide what is written, perhaps twice to one sink: always compared.
+    own_call = spec.batch is not None and spec.start is None
+    keeps_state = (lambda: True) if own_call else partial(holds_state, checkpoint)
     plan = own.plan(view, schema, start=spec.start or "", keeps_state=keeps_state)
     if spec.on_bad_row is not OnBadRow.FAIL and (first or spec.rejects):
         from delivered.checkpoint.sidecar import forget_task_files
