@@ -47,6 +47,10 @@ COMPRESSIONS: Mapping[str, tuple[int, Callable[[bytes], bytes]]] = {
 SCHEMA_KINDS = {"AVRO": 4, "JSON": 2}
 
 
+class TooLong(Exception):
+    """A message above the broker's limit; nothing of it was sent. The broker would end the connection."""
+
+
 class Message(NamedTuple):
     """
     Attributes:
@@ -182,7 +186,7 @@ class Producer:
                 time.sleep(0.1)
 
     def send(self, message: Message, deadline: float) -> None:
-        """Add a message to the open batch; blocks while too much is in flight. Raises NoAnswer, Rejected."""
+        """Add a message to the open batch; blocks while too much is in flight. Raises NoAnswer, Rejected, TooLong."""
         if self._chunks:
             self._send_alone(message, deadline)
             return
@@ -298,6 +302,9 @@ class Producer:
             **newest,
             **in_transaction,
         )
+        limit = self._connection.message_bytes_max
+        if head.ByteSize() + len(body) > limit:
+            raise TooLong(f"{head.ByteSize() + len(body):,} bytes, above maxMessageSize, {limit:,}")
         self._flow.take(len(frame), deadline)
         self._in_flight[sequence_id] = len(frame)
         self._connection.post(frame, deadline)

@@ -44,6 +44,9 @@ SINK = "delivered_pulsar sink"
 BYTES_MAX = (5 << 20) - (10 << 10)
 """The brokers' default maxMessageSize, minus a message's metadata."""
 _COUNT = whole(1)
+TRANSACTION_TIMEOUT_S = 7 * 86_400
+TRANSACTION_TIMEOUT_S_MAX = 10_000_000
+"""The longest that was tried, with 4.0.4."""
 COMPRESSIONS = ("none", "lz4", "zlib", "zstd", "snappy")
 
 
@@ -240,6 +243,13 @@ class PulsarSinkOptions(Place, owner=SINK):
         shown="bytes",
     )
     message_id_columns: tuple[str, ...] = message_id_columns()
+    transaction_timeout_s: int = option(
+        "transactionTimeout",
+        "For exactly_once: seconds after which brokers abort a transaction that was opened. Longer than the pipeline "
+        "is ever stopped; an orphan of a pipeline that never starts again hides what was sent behind it for so long.",
+        whole(1, TRANSACTION_TIMEOUT_S_MAX),
+        default=TRANSACTION_TIMEOUT_S,
+    )
     ledger: str | None = option(
         "ledger",
         "SQLite file on the driver that holds the ledger; without it, topics next to the sink's hold it.",

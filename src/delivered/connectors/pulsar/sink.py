@@ -1,6 +1,7 @@
-"""The sink, for at_least_once and at_most_once; the Python client has no transactions, so the ledger is external.
+"""The sink: rows become messages, encoded by a schema, and are sent asynchronously, with acknowledgements counted.
 
-Rows become messages, encoded by a schema, and are sent asynchronously, with acknowledgements counted.
+At_least_once and at_most_once send through Pulsar's own client, which has no transactions; exactly_once through ours
+(`writer.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import pyarrow.compute as pc
 from delivered.connectors.pulsar import BYTES_MAX, PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.client import Admin, Registered, explained, pulsar, registers, warm_client
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
-from delivered.contract.sink import BoundedScan
+from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.contract.source import Finding
-from delivered.kits.queue import ID, TEXT, MessageSink, SendingWriter, check_names, column, identified, sends, text
+from delivered.kits.queue import ID, TEXT, MessageSink, SendingWriter, check_names, column, identified, text
 from delivered.kits.schemas.avro import JSON, fastavro, shape_of
 from delivered.kits.schemas.values import (
     BadValue,
@@ -36,7 +37,7 @@ from delivered.kits.schemas.values import (
     plain,
 )
 from delivered.ledger import Ledgers, Store
-from delivered.model.capability import Guarantee, SinkCapability
+from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import REQUEST_TIMEOUT_S
@@ -65,17 +66,47 @@ class PulsarSink(MessageSink):
         return check_protected(self.options, self.options.namespace, scope)
 
     def capability(self) -> SinkCapability:
-        return sends(
-            "pulsar",
-            mechanism="acknowledged by the broker",
+        label, timeout_s = self.options.label, self.options.transaction_timeout_s
+        return SinkCapability(
+            system="pulsar",
+            commit=Commit.TWO_PHASE,
+            mechanism="two-phase commit",
+            stage=f"pulsar {label}: a transaction for each shard, invisible to readers",
+            prepare="every message and a marker in the same transaction acknowledged; transaction left open",
+            decide="one record in the ledger, by the one driver that owns it",
+            apply="END_TXN(commit) for each shard, from the driver",
+            send=f"pulsar {label}: every message acknowledged by the broker",
+            batch_atomic=False,
+            validates=True,
             no_position="",
-            send=f"pulsar {self.options.label}: every message acknowledged by the broker",
-            assumes=(f"the ledger {self._ledger} is kept as long as the checkpoint",),
+            prepared_timeout_s=float(timeout_s),
+            assumes=(
+                f"the ledger {self._ledger} is kept as long as the checkpoint",
+                "exactly_once: a replayed batch gives the same rows (only needed if the query keeps state or a "
+                f"transaction expired: {timeout_s:,} s after it was opened)",
+            ),
             limits=(
-                "a replayed batch with the same rows in the same order has the same properties delivered.id, so that "
-                "readers can detect duplicates",
+                "exactly_once: brokers have transactionCoordinatorEnabled=true",
+                f"exactly_once: a batch must be decided, and applied by a start, within {timeout_s:,} s "
+                "(transactionTimeout); after that its shards are written again from the source",
+                "exactly_once: while a batch is open, readers of its partitions wait for what was sent behind it; "
+                "readers may see some shards of a batch before the others",
+                "otherwise, a replayed batch with the same rows in the same order has the same properties "
+                "delivered.id, so that readers can detect duplicates",
             ),
         )
+
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
+        if guarantee is Guarantee.EXACTLY_ONCE:
+            from delivered.connectors.pulsar.writer import TransactionalWriter  # the others do without its client
+
+            return TransactionalWriter(self.options, work)
+        return super().writer(work, guarantee, schema)
+
+    def committer(self, scope: Scope) -> Committer:
+        from delivered.connectors.pulsar.committer import PulsarCommitter
+
+        return PulsarCommitter(self.options, scope)
 
     @property
     def _ledger(self) -> str:
@@ -486,20 +517,22 @@ def _producer(options: PulsarSinkOptions, schema: tuple[str, str] | None) -> Any
             batching_type=library.BatchingType.Default,
             chunking_enabled=options.bytes_max is None,
             message_routing_mode=library.PartitionsRoutingMode.CustomPartition,
-            message_router=_Router(),
+            message_router=Router(),
         )
     except library.PulsarException as error:
         raise explained(error, options, options.label) from None
 
 
-class _Router:
+class Router:
     """Keys to partitions as in the Java client (this library hashes differently); rows without a key round-robin."""
 
     def __init__(self) -> None:
         self._turn = 0
 
     def __call__(self, message: Any, partitions: int) -> int:
-        key = message.partition_key()
+        return self.partition(message.partition_key(), partitions)
+
+    def partition(self, key: str | None, partitions: int) -> int:
         if key:
             return _java_hash(key) % partitions
         self._turn += 1

@@ -1,0 +1,238 @@
+"""Two-phase commit into Pulsar: what a reader sees, after crashes at each step, by the brokers' own client."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.support.pulsar import sink
+from tests.support.servers import Pulsar
+from tests.support.sinks import SHARDS, Rig, alone, offsets
+
+from delivered.connectors.pulsar.journal import SUBSCRIPTION, Topic
+from delivered.connectors.pulsar.transactions import Transaction, markers_topic, opened_topic
+from delivered.engine.decide import commit_batch
+from delivered.engine.shard import write_shard
+from delivered.model.errors import OutcomeUnknown
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.rows import Rows
+from delivered.model.work import Action, Failed, Ok, ShardMessage
+
+
+class Reader:
+    """What the brokers' own client reads of a topic, from its first message."""
+
+    def __init__(self, pulsar: Pulsar, topic: str) -> None:
+        self._pulsar, self._topic = pulsar, topic
+
+    def values(self) -> Counter[tuple[Any, Any]]:
+        import pulsar as library
+
+        count = self._pulsar.admin("GET", f"persistent/public/default/{self._topic}/partitions")["partitions"]
+        names = [f"{self._topic}-partition-{n}" for n in range(count)] or [self._topic]
+        found: Counter[tuple[Any, Any]] = Counter()
+        for name in names:
+            reader = self._pulsar.client().create_reader(name, library.MessageId.earliest)
+            while reader.has_message_available():
+                message = reader.read_next(60_000)
+                found[message.partition_key() or None, message.data()] += 1
+            reader.close()
+        return found
+
+
+@pytest.fixture
+def topic(pulsar: Pulsar) -> str:
+    return pulsar.topic(2)
+
+
+@pytest.fixture
+def rig(pulsar: Pulsar, tmp_path: Path, topic: str) -> Rig:
+    return Rig(sink(tmp_path, pulsar, topic))
+
+
+@pytest.fixture
+def reader(pulsar: Pulsar, topic: str) -> Reader:
+    return Reader(pulsar, topic)
+
+
+def expected(rig: Rig, *batches: int) -> Counter[tuple[Any, Any]]:
+    """Of both columns, as a reader sees them."""
+    return Counter(
+        (None if r["key"] is None else r["key"].decode(), r["value"])
+        for batch in batches
+        for shard in range(SHARDS)
+        for r in rig.rows(batch, shard).to_pylist()
+    )
+
+
+def handles(messages: list[ShardMessage]) -> list[Transaction]:
+    return [Transaction.of(p) for m in messages for p in m.participants]
+
+
+def test_rows_are_visible_from_the_decision_on(rig: Rig, reader: Reader) -> None:
+    context = rig.context()
+    for batch in range(2):
+        messages = rig.write(rig.plan(context, batch, first=batch == 0))
+        assert reader.values() == expected(rig, *range(batch))
+        commit_batch(context, batch, offsets(batch), messages)
+        assert reader.values() == expected(rig, *range(batch + 1))
+
+
+def test_what_was_prepared_and_not_decided_is_aborted_at_the_next_start(rig: Rig, reader: Reader) -> None:
+    lost = rig.write(rig.plan(rig.context(), 0))
+    context = rig.context("second")
+    plan = rig.plan(context, 0)  # recovery
+    committer = alone(context.committers)
+    assert [type(committer.commit(plan, p)) for m in lost for p in m.participants] == [Failed] * SHARDS
+    commit_batch(context, 0, offsets(0), rig.write(plan))
+    assert reader.values() == expected(rig, 0)
+
+
+def test_what_a_task_opened_and_never_reported_is_aborted(rig: Rig, reader: Reader, pulsar: Pulsar, topic: str) -> None:
+    """Of a task that was killed: its transaction would hide what is sent behind it for a week."""
+    plan = rig.plan(rig.context(), 0)
+    writers = [rig.sink.writer(replace_shard(rig, plan, shard), plan.guarantee, rig.schema) for shard in range(SHARDS)]
+    for shard, writer in enumerate(writers):
+        writer.stage(rig.rows(0, shard))
+        writer.prepare(Fingerprint())
+    pulsar.send(f"{topic}-partition-0", [b"plain"])
+    assert reader.values() == Counter()
+    context = rig.context("second")
+    assert alone(context.committers).abort_orphans([]) == Ok(SHARDS)
+    assert reader.values() == Counter({(None, b"plain"): 1})
+    assert alone(context.committers).abort_orphans([]) == Ok(0), "the records of what has ended are forgotten"
+
+
+def replace_shard(rig: Rig, plan: Any, shard: int) -> Any:
+    from delivered.model.identity import Work
+
+    return Work(rig.scope, plan.batch, shard, 0, plan.epoch)
+
+
+def test_a_decided_batch_is_applied_by_the_next_start(rig: Rig, reader: Reader, monkeypatch: Any) -> None:
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 0))
+    monkeypatch.setattr("delivered.engine.decide._apply", dies)
+    with pytest.raises(KeyboardInterrupt):
+        commit_batch(context, 0, offsets(0), messages)
+    monkeypatch.undo()
+    assert reader.values() == Counter()
+    second = rig.context("second")
+    plan = rig.plan(second, 0)
+    assert reader.values() == expected(rig, 0)
+    assert (plan.action, plan.rewrite) == (Action.SKIP, {})
+    third = rig.plan(rig.context("third"), 0)  # the ends are not known any more: the markers tell
+    assert (third.action, third.rewrite) == (Action.SKIP, {})
+    assert reader.values() == expected(rig, 0)
+
+
+def dies(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_transaction_that_expired_after_its_decision_is_written_again(
+    pulsar: Pulsar, tmp_path: Path, topic: str, reader: Reader, monkeypatch: Any
+) -> None:
+    """P5: of two decided shards one has expired."""
+    short, long = (Rig(sink(tmp_path, pulsar, topic, transactionTimeout=t), pipeline="p") for t in ("2", "600"))
+    context = long.context()
+    plan = long.plan(context, 0)
+    messages = [
+        write_shard(rig.sinks, plan, shard, 0, iter([Rows(rig.rows(0, shard))]), rig.schema)
+        for shard, rig in enumerate((short, long))
+    ]
+    monkeypatch.setattr("delivered.engine.decide._apply", dies)
+    with pytest.raises(KeyboardInterrupt):
+        commit_batch(context, 0, offsets(0), messages)
+    monkeypatch.undo()
+    [expired, _] = handles(messages)
+    until_expired(long, expired)
+    second = long.context("second")
+    plan = long.plan(second, 0)
+    assert plan.rewrite == {0: frozenset({long.scope.sink})}
+    again = [
+        write_shard(long.sinks, plan, shard, 0, iter([Rows(long.rows(0, shard))]), long.schema)
+        for shard in range(SHARDS)
+    ]
+    decision = commit_batch(second, 0, offsets(0), again)
+    assert decision is not None
+    assert decision.revision == 1
+    assert reader.values() == expected(long, 0)
+
+
+def until_expired(rig: Rig, transaction: Transaction) -> None:
+    """Without ending it: a transaction that has ended takes no further partition."""
+    from delivered.clients.pulsar.commands import Rejected
+    from delivered.clients.pulsar.transactions import Coordinators
+    from delivered.connectors.pulsar.transactions import cluster
+
+    coordinators, deadline = Coordinators(cluster(rig.sink.options)), time.monotonic() + 60
+    while True:
+        try:
+            coordinators.add(transaction.id, [transaction.markers], deadline)
+        except Rejected:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_marker_counts_only_at_its_place_and_of_its_transaction(rig: Rig) -> None:
+    """Not that of another attempt, nor one that somebody wrote without a transaction."""
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 0))
+    [committed, aborted] = [p for m in messages for p in m.participants]
+    committer, work = alone(context.committers), replace_shard(rig, messages[0].plan, 0)
+    assert committer.commit(work, committed) == Ok(None)
+    assert committer.abort(aborted) == Ok(None)
+    assert committer.was_committed(work, committed)
+    assert not committer.was_committed(work, aborted)
+    held = Transaction.of(committed)
+    other = replace(held, least=held.least + 1_000_000)
+    assert not committer.was_committed(work, replace(committed, handle=other.to_json()))
+    elsewhere = replace(held, entry=held.entry + 1)
+    assert not committer.was_committed(work, replace(committed, handle=elsewhere.to_json()))
+
+
+def test_a_deleted_marker_is_an_unknown_outcome(rig: Rig) -> None:
+    """P3: its absence says nothing."""
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 0))
+    [prepared, _] = [p for m in messages for p in m.participants]
+    commit_batch(context, 0, offsets(0), messages)
+    gone = replace(Transaction.of(prepared), ledger=1 << 40)
+    with pytest.raises(OutcomeUnknown, match="was deleted"):
+        alone(context.committers).was_committed(
+            replace_shard(rig, messages[0].plan, 0), replace(prepared, handle=gone.to_json())
+        )
+
+
+def test_records_and_markers_of_earlier_batches_are_forgotten(rig: Rig) -> None:
+    """What the subscriptions keep does not grow with the batches."""
+    context = rig.context()
+    for batch in range(4):
+        messages = rig.write(rig.plan(context, batch, first=batch == 0))
+        decision = commit_batch(context, batch, offsets(batch), messages)
+    assert decision is not None
+    assert alone(context.committers).abort_orphans(decision.participants) == Ok(6)  # they had been committed
+    options = rig.sink.options
+    opened, markers = (Topic(options, name(options, rig.scope)) for name in (opened_topic, markers_topic))
+    assert [*opened.messages(opened.bounds().cursors[SUBSCRIPTION])] == []
+    first = min((h.ledger, h.entry) for h in handles(messages))
+    kept = [*markers.messages(markers.bounds().cursors[SUBSCRIPTION])]
+    assert (kept[0][0].ledger, kept[0][0].entry) == first
+    assert len(kept) == SHARDS
+    for topic in (opened, markers):
+        topic.close()
+
+
+def test_a_shard_without_rows_opens_no_transaction(rig: Rig) -> None:
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    none = pa.RecordBatch.from_pylist([], schema=rig.schema)
+    message = write_shard(rig.sinks, plan, 0, 0, iter([Rows(none)]), rig.schema)
+    assert [p.handle for p in message.participants] == [{}]
