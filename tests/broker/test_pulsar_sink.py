@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from tests.broker.send_help import ROWS, SCHEMA, exactly_once_is_refused, killed_and_started_again, rows, writer
+from tests.broker.send_help import ROWS, SCHEMA, killed_and_started_again, rows, writer
 from tests.support.pulsar import ids, sink, taken
 from tests.support.scans import scanned
 from tests.support.servers import Pulsar
@@ -91,10 +91,6 @@ def test_killed_and_started_again(pulsar: Pulsar, tmp_path: Path, guarantee: str
     topic = pulsar.topic()
     sink = {"format": "pulsar", **pulsar.options, "topic": topic}
     killed_and_started_again(tmp_path, sink, guarantee, point, lambda: (r["value"] for r in taken(pulsar, topic)))
-
-
-def test_exactly_once_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    exactly_once_is_refused(tmp_path, "pulsar", url="pulsar://x:1", adminUrl="http://x:1", topic="t")
 
 
 def test_a_topic_that_is_missing_or_takes_no_such_message_is_an_error(pulsar: Pulsar, tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.broker.send_help import killed_and_started_again
 from tests.support.pulsar import sink
 from tests.support.servers import Pulsar
 from tests.support.sinks import SHARDS, Rig, alone, offsets
+from tests.support.sweeps import sweep
 
 from delivered.connectors.pulsar.journal import SUBSCRIPTION, Topic
 from delivered.connectors.pulsar.transactions import Transaction, markers_topic, opened_topic
@@ -236,3 +238,22 @@ def test_a_shard_without_rows_opens_no_transaction(rig: Rig) -> None:
     none = pa.RecordBatch.from_pylist([], schema=rig.schema)
     message = write_shard(rig.sinks, plan, 0, 0, iter([Rows(none)]), rig.schema)
     assert [p.handle for p in message.participants] == [{}]
+
+
+@pytest.mark.parametrize(
+    "point",
+    sweep(
+        [
+            f"{step}:{moment}"
+            for step in ("write.stage", "write.prepare", "commit.decide", "commit.apply")
+            for moment in ("before", "after")
+        ]
+        + ["log:before"],
+        lambda point: point == "commit.decide:after",
+    ),
+)
+def test_killed_and_started_again(pulsar: Pulsar, tmp_path: Path, topic: str, reader: Reader, point: str) -> None:
+    made = {"format": "pulsar", **pulsar.options, "topic": topic}
+    killed_and_started_again(
+        tmp_path, made, "exactly_once", point, lambda: (value for _, value in reader.values().elements())
+    )

@@ -286,5 +286,6 @@ CONNECTOR = Connector(
     sinks=Factory(PulsarSinkOptions, "delivered.connectors.pulsar.sink:PulsarSink"),
     external_ledger=True,
     holds_ledger=True,
+    transactions="",
     messaging=True,
 )

@@ -109,14 +109,12 @@ class PulsarCommitter(Committer):
     def _recorded(self, opened: Topic) -> tuple[list[TransactionId], Position]:
         """Transactions whose records lie behind the subscription, and where these end."""
         bounds = opened.bounds()
-        found: list[TransactionId] = []
-        at = START if bounds is None else bounds.cursors.get(SUBSCRIPTION, START)
         if bounds is None:
-            return found, at
-        for at, data in opened.messages(START if at.entry < 0 else at):  # noqa: B007
-            if (record := Marker.from_json(data)) is not None:
-                found.append(record.transaction)
-        return found, at
+            return [], START
+        end = bounds.cursors.get(SUBSCRIPTION, START)
+        records = [*opened.messages(end if end.entry >= 0 else START)]
+        found = [record.transaction for _, data in records if (record := Marker.from_json(data)) is not None]
+        return found, records[-1][0] if records else end
 
     def _forget_markers(self, kept: Sequence[Transaction]) -> None:
         """Those before the newest decision's: only they are ever asked for."""

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from delivered_lab.verify.systems.base import Row, SourceClient, SourceKind, SourcePlace, System, as_text
+from delivered import Guarantee
+from delivered_lab.verify.systems.base import Row, SinkKind, SourceClient, SourceKind, SourcePlace, System, as_text
 from delivered_lab.verify.systems.messages import OWN_ADDRESS, Messages, not_confirmed, sending
 from delivered_lab.verify.workloads import PARTITIONS, Record
 
@@ -172,9 +173,19 @@ def _source(at: SourcePlace) -> PulsarSource:
     return PulsarSource(at.server.url, f"http://{at.server.listeners['HTTP']}", at.queue)
 
 
+_MESSAGES = sending(PulsarTopic, OWN_ADDRESS)
+_TRANSACTIONS = SinkKind(
+    "pulsar-2pc",
+    "pulsar",
+    PulsarTopic,
+    "pulsar",
+    two_phase=True,
+    absent=_MESSAGES.absent,
+    guarantees=(Guarantee.EXACTLY_ONCE,),
+)
 SYSTEM = System(
-    (sending(PulsarTopic, OWN_ADDRESS),),
+    (_MESSAGES, _TRANSACTIONS),
     (SourceKind("pulsar", PulsarSource, _source, server="pulsar"),),
     # What a killed server wrote stays in the page cache: no case cuts the power.
-    properties={"journalSyncData": "false"},
+    properties={"journalSyncData": "false", "transactionCoordinatorEnabled": "true"},
 )
