@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from delivered.contract.source import Offsets
@@ -43,6 +44,34 @@ def physical(partition: Partition) -> str:
     """The partition's topic name."""
     topic, number = partition
     return topic if number < 0 else f"{topic}-partition-{number}"
+
+
+_TURN_ROWS = 1_000
+
+
+class Router:
+    """Keys to partitions as in the Java client (this library hashes differently); rows without a key round-robin."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def __call__(self, message: Any, partitions: int) -> int:
+        return self.partition(message.partition_key(), partitions)
+
+    def partition(self, key: str | None, partitions: int) -> int:
+        if key:
+            return _java_hash(key) % partitions
+        self._turn += 1
+        return self._turn // _TURN_ROWS % partitions
+
+
+@lru_cache(maxsize=65_536)
+def _java_hash(key: str) -> int:
+    hash_ = 0
+    units = key.encode("utf-16-be", "surrogatepass")
+    for at in range(0, len(units), 2):
+        hash_ = (31 * hash_ + (units[at] << 8 | units[at + 1])) & 0xFFFFFFFF
+    return hash_ & 0x7FFFFFFF
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The sink: rows become messages, encoded by a schema, and are sent asynchronously, with acknowledgements counted.
 
 At_least_once and at_most_once send through Pulsar's own client, which has no transactions; exactly_once through ours
-(`writer.py`).
+(`shard.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ import pyarrow.compute as pc
 
 from delivered.connectors.pulsar import BYTES_MAX, PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.client import Admin, Registered, explained, pulsar, registers, warm_client
-from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
+from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Router, Where, physical
 from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.contract.source import Finding
 from delivered.kits.queue import ID, TEXT, MessageSink, SendingWriter, check_names, column, identified, text
@@ -39,8 +38,10 @@ from delivered.kits.schemas.values import (
 from delivered.ledger import Ledgers, Store
 from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
+from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.model.work import Promise
 from delivered.source import HEADERS
 
 _COLUMNS = ("key", "value", "headers", "event_time", "message_id")
@@ -98,8 +99,6 @@ class PulsarSink(MessageSink):
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         if guarantee is Guarantee.EXACTLY_ONCE:
-            from delivered.connectors.pulsar.writer import TransactionalWriter  # the others do without its client
-
             return TransactionalWriter(self.options, work)
         return super().writer(work, guarantee, schema)
 
@@ -523,31 +522,6 @@ def _producer(options: PulsarSinkOptions, schema: tuple[str, str] | None) -> Any
         raise explained(error, options, options.label) from None
 
 
-class Router:
-    """Keys to partitions as in the Java client (this library hashes differently); rows without a key round-robin."""
-
-    def __init__(self) -> None:
-        self._turn = 0
-
-    def __call__(self, message: Any, partitions: int) -> int:
-        return self.partition(message.partition_key(), partitions)
-
-    def partition(self, key: str | None, partitions: int) -> int:
-        if key:
-            return _java_hash(key) % partitions
-        self._turn += 1
-        return self._turn // _BATCH_ROWS % partitions
-
-
-@lru_cache(maxsize=65_536)
-def _java_hash(key: str) -> int:
-    hash_ = 0
-    units = key.encode("utf-16-be", "surrogatepass")
-    for at in range(0, len(units), 2):
-        hash_ = (31 * hash_ + (units[at] << 8 | units[at + 1])) & 0xFFFFFFFF
-    return hash_ & 0x7FFFFFFF
-
-
 def _exception(result: Any) -> Exception:
     """The exception for a result of the client."""
     library = pulsar()
@@ -646,6 +620,41 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
             limit=BYTES_MAX if longest is None else longest,
             alternative="set the option chunking to true, or " if chunks else "",
         )
+
+
+class TransactionalWriter(PulsarWriter):
+    """exactly_once. The transaction is opened by the first rows; without rows there is none."""
+
+    def __init__(self, options: PulsarSinkOptions, work: Work) -> None:
+        super().__init__(options, work, gives_up=False)
+        self._work = work
+        self._shard: Any = None
+
+    def _connect(self) -> Any:
+        from delivered.connectors.pulsar.shard import OpenShard  # the other guarantees do without its client
+
+        settled = self._settled
+        schema = None if settled is None else (settled.kind, settled.text)
+        self._shard = OpenShard(self._options, self._work, schema)
+        return self._shard
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows:
+            super().stage(batch)
+
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
+        """Rows and marker acknowledged; the transaction stays open."""
+        shard = self._shard
+        if shard is None:
+            return Promise()
+        handle = shard.prepare(fingerprint)
+        self._shard = self._publisher = None  # from here on it belongs to the driver
+        return Promise(handle)
+
+    def abort(self) -> None:
+        shard, self._shard, self._publisher = self._shard, None, None
+        if shard is not None:
+            shard.abort()
 
 
 def _property_bytes(name: str, text: str) -> int:

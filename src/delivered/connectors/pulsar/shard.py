@@ -1,4 +1,4 @@
-"""Writes one shard in a transaction, on an executor: rows and a marker, left open for the driver to commit or abort."""
+"""One shard's transaction, on an executor: rows and a marker, left open for the driver to commit or abort."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import pyarrow as pa
-
 from delivered.clients.pulsar.producer import BATCH_BYTES, Flow, Message, Producer
 from delivered.clients.pulsar.transactions import Coordinators, TransactionId
 from delivered.connectors.pulsar import PulsarSinkOptions
-from delivered.connectors.pulsar.positions import physical
-from delivered.connectors.pulsar.sink import PulsarWriter, Router
+from delivered.connectors.pulsar.positions import Router, physical
 from delivered.connectors.pulsar.transactions import (
     CLIENT_ERRORS,
     Marker,
@@ -27,40 +24,6 @@ from delivered.connectors.pulsar.transactions import (
 from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
-from delivered.model.work import Promise
-
-
-class TransactionalWriter(PulsarWriter):
-    """exactly_once. The transaction is opened by the first rows; without rows there is none."""
-
-    def __init__(self, options: PulsarSinkOptions, work: Work) -> None:
-        super().__init__(options, work, gives_up=False)
-        self._work = work
-        self._shard: OpenShard | None = None
-
-    def _connect(self) -> Any:
-        settled = self._settled
-        schema = None if settled is None else (settled.kind, settled.text)
-        self._shard = OpenShard(self._options, self._work, schema)
-        return self._shard
-
-    def stage(self, batch: pa.RecordBatch) -> None:
-        if batch.num_rows:
-            super().stage(batch)
-
-    def prepare(self, fingerprint: Fingerprint) -> Promise:
-        """Rows and marker acknowledged; the transaction stays open."""
-        shard = self._shard
-        if shard is None:
-            return Promise()
-        handle = shard.prepare(fingerprint)
-        self._shard = self._publisher = None  # from here on it belongs to the driver
-        return Promise(handle)
-
-    def abort(self) -> None:
-        shard, self._shard, self._publisher = self._shard, None, None
-        if shard is not None:
-            shard.abort()
 
 
 class OpenShard:
