@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from pathlib import Path
 
 import pytest
 import yaml
 
-from delivered.clients.kafka.channel import security
+from delivered.clients.kafka.channel import security, unreachable
+from delivered.clients.kafka.errors import Closed, NotSent
 from delivered.clients.kafka.settings import check_client, client_options, protocol_of, resolved
 from delivered.connectors.kafka import CONNECTOR, options
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
@@ -145,3 +147,17 @@ def test_the_suggestion_of_an_option_is_the_nearest_word() -> None:
     with pytest.raises(DeliveredError) as caught:
         CONNECTOR.sink({**SERVERS, "topic": "t", "client": "librdkafa"})
     assert '"librdkafka"' in str(caught.value)
+
+
+def test_a_broker_that_dies_in_the_dialog_has_refused_no_login() -> None:
+    """It closed the connection, and listens no more; one that listens on expects something else."""
+    for stays, code in ((False, "DELIVERED_KAFKA_UNREACHABLE"), (True, "DELIVERED_KAFKA_CREDENTIALS")):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            error = Closed(f"127.0.0.1:{port}: closed by the broker")
+            if not stays:
+                listener.close()
+            assert unreachable(f"127.0.0.1:{port}", error).code == code
+            if stays:
+                silent = unreachable(f"127.0.0.1:{port}", NotSent("no response within 3 s"))
+                assert silent.code == "DELIVERED_KAFKA_NO_ANSWER" and silent.may_come_back

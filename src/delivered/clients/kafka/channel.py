@@ -533,10 +533,9 @@ def unreachable(servers: str, error: NoAnswer) -> Unreachable:
         return Unreachable("KAFKA_NO_CREDENTIALS", servers=servers, error=error)
     if isinstance(error, Rejected) and not error.tls:
         return Unreachable("KAFKA_CREDENTIALS.REJECTED", servers=servers, error=error)
-    if isinstance(error, Closed | Rejected):
-        return Unreachable("KAFKA_CREDENTIALS.CLOSED", servers=servers, error=error)
     if _listens(servers):
-        return Unreachable("KAFKA_NO_ANSWER.SILENT", servers=servers, error=error)
+        code = "KAFKA_CREDENTIALS.CLOSED" if isinstance(error, Closed | Rejected) else "KAFKA_NO_ANSWER.SILENT"
+        return Unreachable(code, servers=servers, error=error)
     return Unreachable("KAFKA_UNREACHABLE.CONNECT", servers=servers, connect_timeout_s=CONNECT_TIMEOUT_S, error=error)
 
 

@@ -225,7 +225,7 @@ def listed(wire: Wire, ours: Callable[[str], bool], states: Iterable[str], deadl
 
 
 def named(wire: Wire, producer_ids: Collection[int], deadline: float) -> dict[int, TransactionState]:
-    """Open transactions of these producers, of any application, as their coordinators know them.
+    """The newest transactions of these producers, of any application and in any state, as their coordinators know them.
 
     Those that this user may not describe, or that no coordinator knows, are absent; before Kafka 3.0, all are.
 
@@ -238,13 +238,11 @@ def named(wire: Wire, producer_ids: Collection[int], deadline: float) -> dict[in
     if _LIST_TRANSACTIONS not in wire.patiently(wire.channel).versions.api_versions:
         return {}
     for node in wire.nodes():
-        request = ListTransactionsRequest(
-            state_filters=list(OPEN_STATES), producer_id_filters=list(producer_ids), max_version=0
-        )
+        request = ListTransactionsRequest(state_filters=[], producer_id_filters=list(producer_ids), max_version=0)
         answer = ask_member(wire, node, request, deadline) or _LEFT
         names += [row.transactional_id for row in answer.transaction_states if row.producer_id in producer_ids]
     found = describe_all(wire, names) if names else {}
-    return {t.participant.producer_id: t for t in found.values() if t is not None and t.state in OPEN_STATES}
+    return {t.participant.producer_id: t for t in found.values() if t is not None}
 
 
 def _are_serving(wire: Wire, placed: Mapping[int, tuple[int, int]], deadline: float) -> bool:

@@ -9,7 +9,7 @@ from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.listing import OpenAt, hidden_in
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.record_batch import Partition
-from delivered.clients.kafka.transactions import TransactionState, named
+from delivered.clients.kafka.transactions import OPEN_STATES, TransactionState, named
 from delivered.contract.source import Blocking, HeldBack
 from delivered.model.errors import Unreachable
 from delivered.model.limits import REQUEST_TIMEOUT_S
@@ -43,7 +43,8 @@ def held_back(
 
 def _blocking(producer: int, at: list[tuple[OpenAt, int]], known: TransactionState | None) -> Blocking:
     starts = {f"{a.topic}/{a.partition}": a.start for a, _ in at}
-    if known is None:
-        return Blocking("", producer, max(newest for _, newest in at), None, starts)
+    if known is None or known.state not in OPEN_STATES:  # the latter: its end was lost
+        name = "" if known is None else known.transactional_id
+        return Blocking(name, producer, max(newest for _, newest in at), None, starts)
     since = known.started_ms if known.started_ms >= 0 else None
     return Blocking(known.transactional_id, producer, since, known.timeout_ms / 1000, starts)
