@@ -46,6 +46,7 @@ def test_a_pipeline_that_catches_up() -> None:
     [
         [100, 900, 100, 900] * 3,  # a saw: batches
         [0] * 8 + [9000, 6000, 3000, 1000],  # a burst that is worked off
+        [0] * 4 + [9000] * 4 + [6000] * 4,  # one that is half worked off
         [10 * n for n in range(12)],  # less than a moment's input
     ],
 )
