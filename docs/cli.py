@@ -39,6 +39,8 @@ def _default(parameter: Any) -> str:
         return "required"
     if isinstance(value, enum.Enum):
         value = value.value
+    if isinstance(value, list | tuple):
+        value = " ".join(map(str, value))
     shown = None if callable(value) or "Sentinel" in type(value).__name__ else value
     return "" if shown in (None, False, "", (), []) else f"`{shown}`"
 

@@ -448,16 +448,15 @@ AREAS: dict[str, Area] = {
         "KafkaMicroBatchSourceSuite",
         {
             "numInputRows": 10,
-            "names of metrics": _missing(
-                "avgOffsetsBehindLatest maxOffsetsBehindLatest minOffsetsBehindLatest",
-                "",
-                "PySpark lets Python sources report no metrics, only latestOffset.",
-            ),
-            "behind with a limit": _missing(True, False, "As the names of metrics."),
-            "not behind without one": _missing(True, False, "As the names of metrics."),
+            "names of metrics": "avgOffsetsBehindLatest maxOffsetsBehindLatest minOffsetsBehindLatest",
+            "behind with a limit": True,
+            "not behind without one": True,
             "endOffset": '{"t":{"0":5,"1":5}}',
             "latestOffset": '{"t":{"0":5,"1":5}}',
-            "description names the topic": _missing(True, False, "PySpark describes a Python source by its class."),
+            "description names the topic": True,
+            "the same in the progress as JSON, which Spark's JVM wrote": _missing(
+                True, False, "A Python source cannot report them to the JVM; they are added to progress in Python."
+            ),
         },
         matrix=True,
     ),

@@ -611,25 +611,29 @@ def stream_progress(w: World) -> Facts:
     topic = w.topic(5, 5)
     query = Query(w, w.stream(subscribe=topic, startingOffsets="earliest", maxOffsetsPerTrigger=2), w.checkpoint())
     query.catch_up()
-    listed = [p["sources"][0] for p in (json.loads(p.json) for p in query.query.recentProgress)]
+    listed = [p["sources"][0] for p in query.query.recentProgress]
     query.stop()
     full = Query(w, w.stream(subscribe=topic, startingOffsets="earliest"), w.checkpoint())
     full.catch_up()
-    last = json.loads(full.query.lastProgress.json)["sources"][0]
+    progress = full.query.lastProgress
     full.stop()
-    ends = last["endOffset"]
+    last, raw = progress["sources"][0], json.loads(progress.json)["sources"][0]
 
     def behind(source: dict[str, Any]) -> float:
-        return float(source.get("metrics", {}).get("avgOffsetsBehindLatest", "nan"))
+        return float(source["metrics"].get("avgOffsetsBehindLatest", "nan"))
+
+    def offsets(value: Any) -> str:
+        return json.dumps(value).replace(topic, "t").replace(" ", "")
 
     return {
         "numInputRows": sum(s["numInputRows"] for s in listed),
-        "names of metrics": " ".join(sorted(last.get("metrics", {}))),
+        "names of metrics": " ".join(sorted(last["metrics"])),
         "behind with a limit": any(behind(s) > 0 for s in listed),
         "not behind without one": behind(last) == 0,
-        "endOffset": json.dumps(ends).replace(topic, "t").replace(" ", ""),
-        "latestOffset": json.dumps(last["latestOffset"]).replace(topic, "t").replace(" ", ""),
+        "endOffset": offsets(raw["endOffset"]),
+        "latestOffset": offsets(raw["latestOffset"]),
         "description names the topic": topic in last["description"],
+        "the same in the progress as JSON, which Spark's JVM wrote": raw.get("metrics", {}) == dict(last["metrics"]),
     }
 
 

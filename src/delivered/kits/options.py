@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 TRUSTED = "tlsTrustCertsFile"
 UPSERT_OPTIONS = (
-    Option("keyColumns", "For upsert: comma-separated key columns; the table needs a unique index on them."),
+    Option(
+        "keyColumns", "For upsert: comma-separated key columns. A table of a database needs a unique index on them."
+    ),
     Option("versionColumn", "For upsert: a row is written only if its version is greater than the stored one."),
     Option(
         "deleteColumn",
