@@ -94,26 +94,25 @@ class DatabaseSink(TableSink):
         write = self.options.write
         if write.keeps_all:
             return (
-                "all rows of a key are in one shard of a batch (refused otherwise), in the order of their arrival",
+                "rows of a key arrive in their order",
                 *(("no other writer sets a version back",) if write.expected is not None else ()),
             )
-        if write.version is not None:
-            return ("of two rows with the same key and version, either may win",)
-        return (
-            "all rows of a key are in one shard of a batch (refused otherwise), in the order of its changes",
-        ) * write.upserts
+        return ("rows of a key arrive in the order of its changes",) * (write.upserts and write.version is None)
 
     @property
     def _bounds(self) -> tuple[str, ...]:
         """Limits of upserts and conditional writes."""
         write = self.options.write
+        limits = []
+        if write.keeps_all or (write.upserts and write.version is None):
+            limits.append("a batch that has rows of one key in several shards is refused")
+        elif write.version is not None:
+            limits.append("of two rows with the same key and version, either may win")
         if write.conditional:
-            return (
-                "rows that were not written are counted in the ledger's table left_out, dead letters in dead_letter",
-            )
-        if write.version is None or write.delete is None:
-            return ()
-        return ("a delete discards the key's version: an older row of a later batch is inserted again",)
+            limits.append("rows not written are counted in the ledger's table left_out, dead letters in dead_letter")
+        elif write.version is not None and write.delete is not None:
+            limits.append("a delete discards the key's version: an older row of a later batch is inserted again")
+        return tuple(limits)
 
 
 _ENDS = {
