@@ -54,9 +54,10 @@ def reference() -> str:
 
 def pages() -> dict[Path, str]:
     audit, kafka, new = DOCS / "audit.md", DOCS / "connectors" / "kafka.md", DOCS / "new-connector.md"
-    versions = DOCS / "spark-versions.md"
+    versions, readme = DOCS / "spark-versions.md", DOCS.parent / "README.md"
     operate, kafka_logins = DOCS / "operate.md", DOCS / "connectors" / "kafka-logins.md"
     return {
+        readme: support.into(readme.read_text(encoding="utf-8")),
         audit: recompute.into(audit.read_text(encoding="utf-8")),
         DOCS / "benchmark.md": benchmark.page(),
         DOCS / "checkpoint.md": checkpoint.page(),

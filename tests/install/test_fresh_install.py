@@ -53,8 +53,8 @@ def test_each_extra_alone(extra: str, installed: Callable[[str], Installed], tmp
     else:
         assert 'pip install "delivered[spark]"' in said
         assert list(here.iterdir()) == [], "nothing is left of an example that cannot run"
-    readme = (ROOT / "README.md").read_text()
-    pipeline, file = _PIPELINE.search(readme), _FILE.search(readme)
+    page = (ROOT / "docs" / "start-kafka.md").read_text()
+    pipeline, file = _PIPELINE.search(page), _FILE.search(page)
     assert pipeline is not None
     assert file is not None
     (here / "orders.yaml").write_text(file.group(1))

@@ -1,4 +1,4 @@
-"""README, pasted from top to bottom into an empty folder, shows records arriving."""
+"""README and "Start with Kafka", pasted from top to bottom into an empty folder, show what they say they show."""
 
 from __future__ import annotations
 
@@ -17,6 +17,26 @@ from delivered_lab.brokers.servers import free_ports
 _BLOCK = re.compile(r"```(sh|python)\n(.*?)```", re.DOTALL)
 
 
+@pytest.mark.matrix
+def test_sixty_seconds_print_what_readme_shows(installed: Callable[[str], Installed], tmp_path: Path) -> None:
+    env = installed("spark,log")
+    readme = (ROOT / "README.md").read_text()
+    (commands,) = (text for kind, text in _BLOCK.findall(readme) if text.startswith("pip install") and kind == "sh")
+    said = [env.run(*line.partition("#")[0].split(), cwd=tmp_path) for line in commands.splitlines()[1:]]
+    file = tmp_path / "delivered-example" / "orders.yaml"
+    sink = '  - {format: rabbitmq, url: "amqp://localhost", exchange: orders, ledger: ledger.db}\n'
+    text = file.read_text()
+    other = text[: text.index("  - format: sqlite")] + sink + text[text.index("audit:") :]
+    file.with_name("other.yaml").write_text(other)
+    refused = env.run("delivered", "plan", "delivered-example/other.yaml", cwd=tmp_path, code=2)
+    shown = re.findall(r"```text\n(.*?)```", readme, re.DOTALL)
+    assert len(shown) == 3
+    for text, output in zip(shown, (said[1], said[3], refused), strict=True):
+        printed = {" ".join(re.split(r"[\s┃│]+", line)) for line in output.splitlines()}
+        missing = [line for line in text.splitlines() if " ".join(re.split(r"[\s┃│]+", line)) not in printed]
+        assert missing == [], output
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.matrix
 def test_pasted_from_top_to_bottom(installed: Callable[[str], Installed], tmp_path: Path) -> None:
@@ -28,8 +48,7 @@ def test_pasted_from_top_to_bottom(installed: Callable[[str], Installed], tmp_pa
         if fetched.name != "data":
             (cache / fetched.name).symlink_to(fetched)
     (port,) = free_ports(1)
-    readme = (ROOT / "README.md").read_text()
-    path = readme[readme.index("## Try it") : readme.index("## Comparison")].replace("9092", str(port))
+    path = (ROOT / "docs" / "start-kafka.md").read_text().replace("9092", str(port))
     blocks = [(kind, text) for kind, text in _BLOCK.findall(path)]
     assert [k for k, _ in blocks] == ["sh", "python", "python", "sh"]
     shells = [text for kind, text in blocks if kind == "sh"]

@@ -216,7 +216,7 @@ def test_blocks_name_their_language() -> None:
     """A command in a block without a language is not highlighted, and would not be checked as shell."""
     plain = [b for b in BLOCKS if b.language == "" and re.match(r"(delivered|make|pip|python|spark-submit) ", b.text)]
     assert [str(b) for b in plain] == [], "write ```sh"
-    assert {b.language for b in BLOCKS} <= {"", "sh", "python", "yaml", "sql", "toml"}
+    assert {b.language for b in BLOCKS} <= {"", "sh", "python", "yaml", "sql", "toml", "text", "diff"}
 
 
 def test_what_is_only_checked_is_on_a_page_and_names_tests_that_exist() -> None:
