@@ -15,7 +15,9 @@ from docs import (
     metrics,
     new_connector,
     notebook,
+    pipeline_file,
     pitfalls,
+    python_reference,
     recompute,
     spark_versions,
     support,
@@ -54,6 +56,7 @@ def reference() -> str:
 
 def pages() -> dict[Path, str]:
     audit, kafka, new = DOCS / "audit.md", DOCS / "connectors" / "kafka.md", DOCS / "new-connector.md"
+    file = DOCS / "pipeline-file.md"
     versions, readme = DOCS / "spark-versions.md", DOCS.parent / "README.md"
     operate, kafka_logins = DOCS / "operate.md", DOCS / "connectors" / "kafka-logins.md"
     return {
@@ -68,7 +71,9 @@ def pages() -> dict[Path, str]:
         DOCS / "cli.md": cli.page(),
         DOCS / "options.md": reference(),
         DOCS / "pipeline.schema.json": as_text(),
+        file: pipeline_file.into(file.read_text(encoding="utf-8")),
         DOCS / "pitfalls.md": pitfalls.page(),
+        DOCS / "python.md": python_reference.page(),
         versions: spark_versions.into(versions.read_text(encoding="utf-8")),
         DOCS / "support.md": support.page(),
         DOCS / "types.md": value_types.page(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from docs import verified
+from docs import pitfalls, verified
 
 import delivered
 from delivered.model.capability import Commit, Guarantee
@@ -231,8 +231,9 @@ def overview() -> list[str]:
     return [
         *lines,
         "",
-        f"{faults:,} faults in {len(results):,} [verified cases](verified.md), judged from outside; a [model](protocol.md)",
-        "of which TLC visits every state; [27 bugs of other systems](pitfalls.md), each with a test.",
+        f"{faults:,} faults in {len(results):,} [verified cases](verified.md), judged from outside;",
+        f"a [model](protocol.md) of which TLC visits every state; {len(pitfalls.PITFALLS)} [bugs](pitfalls.md) of",
+        "other systems and of ours, each with tests.",
     ]
 
 
