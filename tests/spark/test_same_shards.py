@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from tests.kafka_tools import read_committed
+from tests.spark.apps import divided
 from tests.support.halted import killed
 
 import delivered
@@ -25,6 +27,8 @@ from delivered.spark.settings import with_setting
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from tests.support.servers import Kafka
+
+    from delivered.pipeline.endpoint import Endpoint
 
 APP = Path(__file__).parent / "apps" / "run_file.py"
 ROWS = 2_000
@@ -98,19 +102,64 @@ def shuffle_in_foreach_batch(spark: SparkSession, folder: Path) -> None:
     writer.option("checkpointLocation", str(folder / "checkpoint")).start().awaitTermination()
 
 
-def run(spark: SparkSession, folder: Path) -> None:
-    writer = spark.read.parquet(files(folder / "in")).repartition("id").write.format("delivered_sqlite").mode("append")
-    writer = writer.option("path", str(folder / "out.db")).option("table", "ids").option("guarantee", "exactly_once")
+def save(frame: DataFrame, folder: Path) -> None:
+    writer = frame.write.format("delivered_sqlite").mode("append").option("guarantee", "exactly_once")
+    writer = writer.option("path", str(folder / "out.db")).option("table", "ids")
     writer.option("pipeline", "p").option("runId", "monday").save()
 
 
-@pytest.mark.parametrize("write", [idiom, pipeline, own_foreach_batch, shuffle_in_foreach_batch, run])
+def run(spark: SparkSession, folder: Path) -> None:
+    save(spark.read.parquet(files(folder / "in")).repartition("id"), folder)
+
+
+def run_of_a_join(spark: SparkSession, folder: Path) -> None:
+    """Adaptive execution broadcasts the smaller side and reads the other one where it was written, with coalescing off,
+    too: 3 tasks of 6 partitions each."""
+    rows = spark.createDataFrame(spark.sparkContext.parallelize([(n,) for n in range(ROWS)], 3), "id bigint")
+    save(rows.join(rows.groupBy("id").count(), "id").select("id"), folder)
+
+
+@pytest.mark.parametrize("write", [idiom, pipeline, own_foreach_batch, shuffle_in_foreach_batch, run, run_of_a_join])
 def test_adaptive_execution_changes_no_shards(
     adaptive: SparkSession, tmp_path: Path, write: Callable[[Any, Path], None]
 ) -> None:
     delivered.register(adaptive)
     write(adaptive, tmp_path)
     assert shards(tmp_path / "out.db", "p") == SHARDS
+
+
+def expire(endpoint: Endpoint, topic: str) -> None:
+    """As if the broker had ended the prepared transactions of a decided batch, after their time-out."""
+    with closing(endpoint.sink().committer(Scope(topic, endpoint.sink().name, "any"))) as committer:
+        open_ = [t.transactional_id for t in committer.open_transactions()]
+        assert open_, "its transactions are prepared"
+        for transactional_id in open_:
+            assert isinstance(committer.end_by_id(transactional_id, commit=False), Ok)
+
+
+def values(folder: Path) -> str:
+    folder.mkdir()
+    for part in range(3):
+        rows = pa.array([b"%d" % n for n in range(part, ROWS, 3)], pa.binary())
+        pq.write_table(pa.table({"value": rows}), folder / f"{part}.parquet")
+    return str(folder)
+
+
+@contextmanager
+def settings(spark: SparkSession, checkpoint: Path, **others: str) -> Iterator[None]:
+    """Those of a start in a session that later tests use, too: without those that the start keeps."""
+    kept = checkpoint / "delivered" / "shards.json"
+    with ExitStack() as held:
+        for name, value in {COALESCED_MIN: "1b", SCHEMA: "true", **others}.items():
+            held.enter_context(with_setting(spark, name, value))
+        try:
+            yield
+        finally:
+            for name in json.loads(kept.read_text())["settings"] if kept.exists() else ():
+                spark.conf.unset(name)
+
+
+EXPECTED = Counter(b"%d" % n for n in range(ROWS))
 
 
 @pytest.mark.matrix
@@ -126,15 +175,11 @@ def test_a_decided_batch_whose_transactions_expired_is_written_again_on_other_co
     """On six cores and with 20 shuffle partitions before, on two cores and with 8 now; with a shuffle and without:
     the shards are the same, and so are their rows."""
     topic = kafka.topic(2)
-    (tmp_path / "in").mkdir()
-    for part in range(3):
-        values = pa.array([b"%d" % n for n in range(part, ROWS, 3)], pa.binary())
-        pq.write_table(pa.table({"value": values}), tmp_path / "in" / f"{part}.parquet")
     definition = {
         "pipeline": topic,
         "guarantee": "exactly_once",
         "checkpoint": str(tmp_path / "checkpoint"),
-        "source": {"format": "spark:parquet", "path": str(tmp_path / "in")},
+        "source": {"format": "spark:parquet", "path": values(tmp_path / "in")},
         "transform": {"sql": sql},
         "sinks": [{"format": "kafka", "kafka.bootstrap.servers": kafka.bootstrap, "topic": topic}],
         "trigger": "available_now",
@@ -149,21 +194,28 @@ def test_a_decided_batch_whose_transactions_expired_is_written_again_on_other_co
     file = tmp_path / "pipeline.yaml"
     file.write_text(yaml.safe_dump(definition))
     killed([sys.executable, str(APP), str(file)], "commit.decide:after@batch=0", tmp_path)
-    whole = delivered.Pipeline.from_file(file)
-    (endpoint,) = whole.sinks
-    with closing(endpoint.sink().committer(Scope(topic, endpoint.sink().name, "any"))) as committer:
-        open_ = [t.transactional_id for t in committer.open_transactions()]
-        assert open_, "its transactions are prepared"
-        for transactional_id in open_:
-            assert isinstance(committer.end_by_id(transactional_id, commit=False), Ok)
+    pipeline = delivered.Pipeline.from_file(file)
+    expire(pipeline.sinks[0], topic)
     assert read_committed(kafka.bootstrap, topic) == []
-    kept = tmp_path / "checkpoint" / "delivered" / "shards.json"
-    with ExitStack() as held:
-        for name, value in {SHUFFLE_PARTITIONS: "8", SCHEMA: "true", COALESCED_MIN: "1b"}.items():
-            held.enter_context(with_setting(spark, name, value))
-        try:
-            whole.start(spark).awaitTermination()
-        finally:
-            for name in json.loads(kept.read_text())["settings"] if kept.exists() else ():
-                spark.conf.unset(name)
-    assert Counter(m.value() for m in read_committed(kafka.bootstrap, topic)) == Counter(b"%d" % n for n in range(ROWS))
+    with settings(spark, tmp_path / "checkpoint", **{SHUFFLE_PARTITIONS: "8"}):
+        pipeline.start(spark).awaitTermination()
+    assert Counter(m.value() for m in read_committed(kafka.bootstrap, topic)) == EXPECTED
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("by", list(divided.WAYS))
+def test_a_query_of_the_spark_api_is_divided_as_before_on_other_cores(
+    kafka: Kafka, spark: SparkSession, tmp_path: Path, by: str
+) -> None:
+    """As above, on six cores before and on two now."""
+    topic, checkpoint = kafka.topic(2), str(tmp_path / "checkpoint")
+    given = Namespace(
+        by=by, input=values(tmp_path / "in"), bootstrap=kafka.bootstrap, topic=topic, checkpoint=checkpoint, cores=6
+    )
+    command = [sys.executable, "-m", divided.__name__, *(f"--{name}={value}" for name, value in vars(given).items())]
+    killed(command, "commit.decide:after@batch=0", tmp_path)
+    expire(delivered.kafka(kafka.bootstrap, topic=topic), topic)
+    assert read_committed(kafka.bootstrap, topic) == []
+    with settings(spark, tmp_path / "checkpoint", **divided.SHUFFLED):
+        divided.WAYS[by](spark, given)
+    assert Counter(m.value() for m in read_committed(kafka.bootstrap, topic)) == EXPECTED

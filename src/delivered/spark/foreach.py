@@ -32,7 +32,7 @@ from delivered.pipeline.spec import PipelineSpec, SinkSpec
 from delivered.pipeline.written_schemas import with_schemas
 from delivered.spark.check import sender_of
 from delivered.spark.internals import query_checkpoint, to_arrow
-from delivered.spark.settings import uncoalesced
+from delivered.spark.settings import unadapted
 from delivered.spark.task import arm_driver
 from delivered.spark.writers import MESSAGE, ForeachTask, commit_next, find_runner, plan_next, read_view_of, unpacked
 
@@ -114,7 +114,7 @@ def _save(spec: PipelineSpec, df: DataFrame, batch: int) -> None:
         sinks = with_schemas(spec, sinks, schema, plan)
         task = ForeachTask(sinks, plan, schema, spec.one_of_each)
         try:
-            with uncoalesced(df.sparkSession):
+            with unadapted(df.sparkSession):
                 rows = df.mapInArrow(task, f"{MESSAGE} binary").collect()
         except Exception:
             runner.abort_unreported(plan)

@@ -10,7 +10,7 @@ wraps, once per process:
     load() over Connect    analyses the frame eagerly, as a classic session does
     load, save, start      find our formats in any session and on any thread of the application
     newSession             registers our formats in the new session
-    start, save            a batch that runs again has the same shards (settings.py)
+    start, toTable, save   a batch that runs again has the same shards (settings.py)
     explain()              adds that PySpark asks a batch source for its offsets only once
     StreamingQueryProgress lag and description of a source, as Spark's Kafka source reports them (source.py)
 
@@ -41,7 +41,7 @@ from delivered.spark import internals
 from delivered.spark.check import check_executors
 from delivered.spark.compat import ADMITS, PYTHON_SOURCES, stop_when_read
 from delivered.spark.internals import FORMAT_NOT_FOUND, PYTHON_STREAM, StreamWrite, make_active, session_of
-from delivered.spark.settings import same_shards, uncoalesced
+from delivered.spark.settings import same_shards, unadapted, unadapted_stream
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -88,6 +88,7 @@ def install(spark: SparkSession, register: Callable[[SparkSession, SparkSession 
     _wrap(classes.session, "newSession", functools.partial(_registered, register=register))
     _wrap(classes.frame, "explain", _explained)
     _wrap(classes.stream_writer, "start", _checked, layer="checked")
+    _wrap(classes.stream_writer, "toTable", _unadapted)
     _wrap(classes.writer, "save", _saved, layer="shards")
     _wrap(classes.progress, "__init__", _with_lag)
 
@@ -171,7 +172,7 @@ def _saved(original: Callable[..., Any]) -> Callable[..., Any]:
     def save(self: Any, path: str | None = None, format: str | None = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         if format is not None:
             self.format(format)
-        with uncoalesced(session_of(self)) if getattr(self, _OURS, False) else nullcontext():
+        with unadapted(session_of(self)) if getattr(self, _OURS, False) else nullcontext():
             return original(self, path, None, *args, **kwargs)
 
     return save
@@ -265,7 +266,15 @@ def _same_shards(spark: Any, write: StreamWrite | None) -> contextlib.AbstractCo
         return nullcontext()
     if write.format.lower().startswith(PREFIX):
         return same_shards(spark, _option(write.options, CHECKPOINT))
-    return same_shards(spark, None) if write.format == internals.FOREACH_BATCH else nullcontext()
+    return unadapted_stream(spark) if write.format == internals.FOREACH_BATCH else nullcontext()
+
+
+def _unadapted(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_table(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with unadapted_stream(session_of(self)):  # the table may be of ours
+            return original(self, *args, **kwargs)
+
+    return to_table
 
 
 def _option(options: Mapping[str, str], name: str) -> str | None:

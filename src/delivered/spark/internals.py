@@ -45,11 +45,11 @@ def _touches(names: str, missing: str) -> Callable[[_F], _F]:
 
 
 class Setting(StrEnum):
+    ADAPTIVE = "spark.sql.adaptive.enabled"
     ADAPTIVE_STREAMS = "spark.sql.adaptive.streaming.stateless.enabled"
     ARROW_BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
     BATCHES_RETAINED = "spark.sql.streaming.minBatchesToRetain"
     CACHE_COMPRESSED = "spark.sql.inMemoryColumnarStorage.compressed"
-    COALESCES = "spark.sql.adaptive.coalescePartitions.enabled"
     DAEMON = "spark.python.daemon.module"
     FILE_BYTES = "spark.sql.files.maxPartitionBytes"
     FILE_OPEN_COST = "spark.sql.files.openCostInBytes"

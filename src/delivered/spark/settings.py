@@ -1,9 +1,9 @@
 """Settings that a session has while a query starts, or a job runs.
 
 An expired shard of a decided batch is written again and compared with the decision, perhaps with other cores than
-before. So a batch that runs again must be divided into the same shards. Adaptive execution coalesces shuffle partitions
-by their sizes and the number of cores; since 4.1 Spark uses it in stateless streaming queries too. Spark's file sources
-divide files by the number of cores.
+before. So a batch that runs again must be divided into the same shards. Adaptive execution coalesces and splits the
+partitions of a shuffle, or reads them where they were written, by measured sizes and the number of cores; since 4.1
+Spark uses it in stateless streaming queries too. Spark's file sources divide files by the number of cores.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def same_shards(spark: SparkSession, checkpoint: str | None) -> Iterator[None]:
         checkpoint: as Spark spells it. None, and over Spark Connect, where it may be on another machine: only adaptive
             execution is off.
     """
-    with ExitStack() as held:
-        held.enter_context(with_setting(spark, Setting.ADAPTIVE_STREAMS, "false"))
+    with unadapted_stream(spark), unadapted(spark), ExitStack() as held:
         if checkpoint is not None and not is_connect(spark):
             now = _now(spark)
             for name, value in sidecar.keep_shards(checkpoint, now).items():
@@ -80,9 +79,14 @@ def _pin(spark: SparkSession, name: str, value: str) -> None:
     spark.conf.set(name, value)
 
 
-def uncoalesced(spark: SparkSession) -> AbstractContextManager[None]:
-    """A job that starts while the context is open keeps the partitions of its shuffles, on any cores."""
-    return with_setting(spark, Setting.COALESCES, "false")
+def unadapted(spark: SparkSession) -> AbstractContextManager[None]:
+    """A job or query that starts while the context is open keeps the partitions of its shuffles, on any cores."""
+    return with_setting(spark, Setting.ADAPTIVE, "false")
+
+
+def unadapted_stream(spark: SparkSession) -> AbstractContextManager[None]:
+    """The same of a stateless query that starts meanwhile, but not of the jobs of its `foreachBatch`."""
+    return with_setting(spark, Setting.ADAPTIVE_STREAMS, "false")
 
 
 @contextmanager

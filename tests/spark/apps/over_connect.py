@@ -9,6 +9,7 @@ from tests.spark.apps.connect import connected
 from tests.spark.apps.copy_topic import arguments, copy
 
 import delivered
+from delivered.model.identity import Scope
 from delivered.operate.notebook import CellView
 from delivered.pipeline.progress import watch
 from delivered.planner import Plan
@@ -37,7 +38,8 @@ def totals(spark: SparkSession, bootstrap: str, topic: str, folder: Path) -> Non
     sink = delivered.sqlite(str(folder / "own.db"), "totals", mode="complete")
 
     def write(df: DataFrame, batch_id: int) -> None:
-        delivered.write_batch(df, batch_id, sink=sink, guarantee="exactly_once", pipeline="own", checkpoint=own)
+        rows = df.repartition("k")  # each partition is a shard, also a small one
+        delivered.write_batch(rows, batch_id, sink=sink, guarantee="exactly_once", pipeline="own", checkpoint=own)
 
     read = spark.readStream.format("delivered_kafka").options(**source.options).load()
     counts = (
@@ -48,6 +50,10 @@ def totals(spark: SparkSession, bootstrap: str, topic: str, folder: Path) -> Non
     )
     writer = counts.writeStream.outputMode("complete").foreachBatch(write).option("checkpointLocation", own)
     writer.trigger(availableNow=True).start().awaitTermination()
+    made = sink.sink()
+    state = made.store(Scope("own", made.name, "new")).peek()
+    decision = state.last or state.earlier[0]
+    assert {p.shard for p in decision.participants} == {0, 1}, decision
 
 
 def again(spark: SparkSession, bootstrap: str, topic: str, folder: Path) -> None:
