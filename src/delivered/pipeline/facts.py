@@ -22,12 +22,12 @@ from delivered.model.capability import SourceCapability, WriteMode
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, UsageError, missing_extra
 from delivered.model.identity import SOURCE, Scope
 from delivered.model.work import CheckpointView, LedgerState
+from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.columns import checked_columns
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import connectors
 from delivered.pipeline.spec import NO_INCARNATION, PipelineSpec, SinkSpec
-from delivered.pipeline.transform import changing_in_sql
 from delivered.planner import (
     CheckpointFacts,
     EarlierFacts,

@@ -22,10 +22,10 @@ from delivered.model.catalogue import texts
 from delivered.model.errors import DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.identity import SOURCE
 from delivered.model.work import Arbiter, DriverAddress, Owner
+from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.pipeline.spec import Sender
-from delivered.pipeline.transform import changing_in_sql
 from delivered.spark import parsed
 from delivered.spark.compat import LOCAL_SOCKETS
 from delivered.spark.internals import Setting, from_arrow, is_connect, is_deterministic, jvm_of, sql_error, to_arrow
