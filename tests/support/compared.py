@@ -59,7 +59,7 @@ class RecordComparison(Comparison):
     def compare(self, ranges: Ranges) -> Findings:
         undecided = ranges.read.undecided
         must = self._sent(ranges.must)
-        may = self._sent([undecided]) if undecided is not None else []
+        may = self._sent([*ranges.optional, *([undecided] if undecided is not None else [])])
         wanted = {r.id for r in (*must, *may)}
         old = [r for r in self._old if r.id in wanted]
         copies = Counter((r.id, r.value) for r in old)

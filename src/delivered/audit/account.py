@@ -11,18 +11,24 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import reduce
 from importlib.metadata import version
+from itertools import islice
+from typing import Self
+
+import pyarrow as pa
 
 from delivered.audit.continuation import (
+    EXPIRED_IN_SINK,
     Compared,
     Cut,
     Start,
     Unaudited,
     earlier_of,
+    first_index,
     first_readable,
     repeated,
 )
@@ -66,7 +72,7 @@ from delivered.checkpoint.folder import read_view
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets, Slice
 from delivered.model.errors import DeliveredError, Refused
-from delivered.model.identity import Scope
+from delivered.model.identity import Scope, batches_text
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Account
 from delivered.source import backwards
@@ -91,6 +97,7 @@ class Ranges:
         ends: (batch, its end) as far as the ledger keeps them, oldest first.
         again: source ranges before those, sealed, whose rows may be among the slices that were read again.
         before: sealed source ranges: unexpected rows of the sink that are theirs are duplicates.
+        optional: source ranges before `must`, whose rows may be in the sink and need not be.
     """
 
     read: SourceRange
@@ -98,6 +105,7 @@ class Ranges:
     ends: Sequence[tuple[int, Positions]]
     again: Sequence[tuple[Positions, Positions]] = ()
     before: Sequence[tuple[Positions, Positions]] = ()
+    optional: Sequence[tuple[Positions, Positions]] = ()
 
 
 @dataclass(frozen=True)
@@ -259,6 +267,14 @@ def _compare(
         twice = join_adjacent(repeated(sealed, base)) if base is not None and again else []
         ranges = Ranges(read, join_adjacent(current), ends, twice)
         findings = comparison.compare(ranges)
+        expired = None
+        if start.base is None and earlier is None and findings.result.counts.lost and visible is not None:
+            expired = _expired(request, scope, scan, begin, ledger, comparing, say)
+        if expired is not None:
+            skipped, at, account_at = (expired,), expired.last, expired.account
+            current, _ = find_earlier(clip(every, at, parsed(expired.end), account_at), request.transform_version)
+            optional = [(parsed(expired.start), parsed(expired.end))]
+            findings = comparison.compare(replace(ranges, must=join_adjacent(current), optional=optional))
         # Where sealed rows were moved or replaced, a second copy may be the only one.
         if base is not None and findings.result.counts.unexpected and not start.changes.altered:
             say("looking for the unexpected records in sealed batches")
@@ -270,12 +286,15 @@ def _compare(
             "identify its records"
         )
     result = findings.result
-    report = report_of_result(request, ledger, read, view.batch, result, findings.ordered, start.account)
+    handed_before = start.account if expired is None else expired.account
+    report = report_of_result(request, ledger, read, view.batch, result, findings.ordered, handed_before)
     report = replace(report, own=request.own or "", foreign=foreign, undeleted=findings.undeleted)
     if earlier is not None:
         report = replace(report, given_up=report.given_up - earlier.given_up.count)
         report = account_for_earlier(report, earlier, request.sink.capability().adds_columns)
     report = replace(report, unknowns=(*report.unknowns, *contradictions(report)))
+    if expired is not None:
+        report = _account_for_expired(report, expired, read)
     if unsure:
         report = replace(report, judged=False, unknowns=(unsure, *report.unknowns))
     if request.dedup is not None and findings.dedup is not None:
@@ -347,6 +366,79 @@ def _skipped(
             break
         skip(r.last, r.end, account + r.decided, _OTHER_TRANSFORM)
     return tuple(skipped)
+
+
+@dataclass(frozen=True)
+class _FirstRows(BoundedScan):
+    """A scan of which each slice has one row."""
+
+    scan: BoundedScan
+
+    def schema(self) -> pa.Schema:
+        return self.scan.schema()
+
+    def slices(self, since: Offsets | None = None, until: Offsets | None = None) -> Sequence[Slice]:
+        return self.scan.slices(since, until)
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        yield from (batch.slice(0, 1) for batch in islice(filter(len, self.scan.read(piece)), 1))
+
+    def planned(self) -> Self:
+        return replace(self, scan=self.scan.planned())
+
+
+def _expired(
+    request: AuditRequest,
+    scope: Scope,
+    scan: BoundedScan,
+    begin: Positions,
+    ledger: LedgerAccount,
+    comparing: Comparing,
+    say: Progress,
+) -> Unaudited | None:
+    """The batches of which the sink's retention may have removed records; None: it removed none.
+
+    In a partition of the sink, records lie in the order of batches, and retention removes the first ones. So it reached
+    no batch behind the newest one among the first records that are left. Where a partition has none left, or its first
+    one is not of this pipeline, all batches may be concerned.
+    """
+    upserts = request.dedup is not None or request.write_mode.upserts
+    visible, removed = ledger.visible, {} if upserts or request.sink_from is not None else scan.expired()
+    if not removed or visible is None:
+        return None
+    say("looking for the batches that the sink's retention reached")
+    first: dict[str, Slice] = {}
+    for piece in scan.slices():
+        first.setdefault(piece.partition, piece)
+    slices = [piece for name, piece in first.items() if name in removed]
+    ends = [(batch, text) for batch, text in ledger.ends if batch <= visible.batch]
+    with comparing(request, scope, _FirstRows(scan)) as comparison:
+        comparison.read(slices, 0)
+
+        def found(index: int) -> int:
+            """How many of these records batches up to this one sent."""
+            end = parsed(ends[index][1])
+            counts = comparison.compare(Ranges(SourceRange(begin, end, end), [(begin, end)], ())).result.counts
+            return counts.sent - counts.lost - counts.altered
+
+        every = len(slices) == len(removed) and found(len(ends) - 1) == len(removed)
+        at = first_index(len(ends) - 1, lambda index: found(index) == len(removed)) if every else len(ends) - 1
+    batch, end = ends[at]
+    account = ledger.account_at(batch) or Account(visible.total, visible.given_up)
+    why = f"{EXPIRED_IN_SINK}: {'; '.join(removed.values())}"
+    return Unaudited(scope, 0, batch, as_text(begin), end, account, account, why)
+
+
+def _account_for_expired(report: AuditReport, expired: Unaudited, read: SourceRange) -> AuditReport:
+    """The report on a sink whose retention removed records of the first batches, which were compared as records that
+    may be there."""
+    counts = report.counts
+    if read.undecided is None:  # else some of them are of the batch in flight
+        counts = replace(counts, in_progress=0, earlier=counts.in_progress)
+    batches = batches_text(expired.first, expired.last)
+    handed = expired.account.total.count
+    unknown = f"{expired.reason} ({batches}, {handed:,} records, of which {counts.earlier:,} are there)"
+    return replace(report, counts=counts, unknowns=(*report.unknowns, unknown))
 
 
 def _readable_before(

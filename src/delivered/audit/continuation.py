@@ -134,6 +134,10 @@ def first_index(count: int, holds: Callable[[int], bool]) -> int:
     return bisect_left(range(count), True, lo=1, key=holds)
 
 
+EXPIRED_IN_SINK = "the sink's retention removed records before an audit compared them"
+"""Start of the reason of batches whose rows may be missing from the sink."""
+
+
 @dataclass(frozen=True)
 class Unaudited:
     """Batches that were not compared, before those that were.
@@ -153,6 +157,11 @@ class Unaudited:
     handed: Account
     account: Account
     reason: str
+
+    @property
+    def expired(self) -> bool:
+        """Whether the sink's retention may have removed rows of them."""
+        return self.reason.startswith(EXPIRED_IN_SINK)
 
 
 def replaced_checkpoint(base: Seal, last: Decision | None, sink: str) -> Unaudited | None:
@@ -212,8 +221,10 @@ def earlier_of(unaudited: Unaudited, *, counted: bool) -> Earlier:
     batches = _batches(unaudited.first, unaudited.last)
     clause = f"batches {batches} were not compared: {unaudited.reason}"
     if counted:  # hashed with another key
-        return Earlier(batches, Fingerprint(unaudited.handed.total.count), clauses=(clause,), counted=True)
-    return Earlier(batches, unaudited.handed.total, unaudited.handed.given_up, clauses=(clause,))
+        count = Fingerprint(unaudited.handed.total.count)
+        return Earlier(batches, count, clauses=(clause,), counted=True, expired=unaudited.expired)
+    handed = unaudited.handed
+    return Earlier(batches, handed.total, handed.given_up, clauses=(clause,), expired=unaudited.expired)
 
 
 def _batches(first: int, last: int) -> str:
@@ -350,7 +361,7 @@ def audited(
     counts = replace(found, delivered=found.delivered - found.in_progress - found.earlier, in_progress=0, earlier=0)
     result = compared.result
     unmatched = next((p for p in result.partitions if p.partition == NOBODY), None)
-    others = sum((u.handed.total for u in behind), Fingerprint())
+    others = sum((u.handed.total for u in behind if not u.expired), Fingerprint())
     if unmatched is not None and behind and unmatched.counts.unexpected == found.earlier:
         others = unmatched.delivered_fingerprint  # as it is now: the table may have got columns since
     sums = Sums(counts, result.sent, account - compared.before, result.delivered - others)

@@ -181,7 +181,7 @@ class AuditReport:
         earlier = self.earlier
         if earlier is None or not self.judged or self.guarantee.may_lose:
             return []
-        if earlier.missing:
+        if earlier.missing and not earlier.expired:
             return [
                 f"{earlier.missing} records of batches {earlier.batches} are lost: according to the ledger, they were "
                 "handed to the sink"

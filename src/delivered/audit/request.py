@@ -323,6 +323,7 @@ class Earlier:
         handed: what they handed to the sink, according to the ledger.
         given_up: what they gave up (at_most_once).
         clauses: why they cannot be; empty: for that reason.
+        expired: the sink's retention may have removed some of them.
         counted: the fingerprint of `handed` cannot be compared with rows of the sink, its number of records can.
         missing: how many of their records are not in the sink.
         differs: the sink holds as many records as the ledger says, but different ones.
@@ -335,6 +336,7 @@ class Earlier:
     differs: bool = False
     clauses: tuple[str, ...] = ()
     counted: bool = False
+    expired: bool = False
 
     @property
     def clause(self) -> str:
@@ -349,6 +351,7 @@ class Earlier:
             given_up=self.given_up + other.given_up,
             clauses=(self.clause, other.clause),
             counted=self.counted or other.counted,
+            expired=self.expired or other.expired,
         )
 
 

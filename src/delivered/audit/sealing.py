@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from delivered.audit.continuation import (
+    EXPIRED_IN_SINK,
     Auditor,
     Chain,
     Compared,
@@ -382,6 +383,7 @@ def _with_changes(report: AuditReport, start: Start) -> AuditReport:
 
 def _without_unaudited(report: AuditReport) -> AuditReport:
     """The report on what was compared alone."""
+    report = replace(report, unknowns=tuple(u for u in report.unknowns if not u.startswith(EXPIRED_IN_SINK)))
     if report.earlier is None:
         return report
     clause = report.earlier.clause

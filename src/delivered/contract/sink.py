@@ -306,6 +306,15 @@ class BoundedScan(ABC):
         """
         return Changes()
 
+    def expired(self) -> Mapping[str, str]:
+        """What the system removed before anyone asked for a position, from the start of partitions, if its settings
+        prove that it was retention: partition, as slices name it, -> a sentence. In such a partition, records lie in
+        the order of their batches.
+
+        Read-only. Raises Unreachable.
+        """
+        return {}
+
     def planned(self) -> Self:
         """As `Source.planned`."""
         return self

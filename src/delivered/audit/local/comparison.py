@@ -101,8 +101,10 @@ class LocalComparison(Comparison):
         undecided = ranges.read.undecided
         # In the order of the source, by which the order of records is judged.
         again = self._sent(ranges.again) if ranges.again and self._again else None
+        optional = [self._sent(ranges.optional)] if ranges.optional else []
         sent = self._sent(ranges.must)
-        ahead = self._sent([undecided]) if undecided is not None else None
+        optional += [self._sent([undecided])] if undecided is not None else []
+        ahead = joined(optional) if optional else None
         there = self._stored
         if self._again:
             there, ahead = self._without_sealed(sent, ahead, again)

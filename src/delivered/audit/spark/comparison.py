@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -103,10 +104,12 @@ class SparkComparison(Comparison):
         else:
             # In the order of the source, by which the order of records is judged.
             again = source.hash(scope, ranges.again)[0] if ranges.again and self._again else None
+            optional = [source.hash(scope, ranges.optional)[0]] if ranges.optional else []
             sent, ordered = source.hash(scope, ranges.must)
             there = own
             if read.undecided is not None:
-                ahead = source.hash(scope, [read.undecided])[0]
+                optional.append(source.hash(scope, [read.undecided])[0])
+            ahead = reduce(lambda one, other: one.unionByName(other), optional) if optional else None
             if self._again:
                 there, ahead = self._without_sealed(sent, ahead, again)
             if ranges.before:

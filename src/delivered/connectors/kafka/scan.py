@@ -88,6 +88,18 @@ class KafkaScan(SourceScan):
             continues=all(parting.offset is not None for parting in partings.values()),
         )
 
+    def expired(self) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        settings: dict[str, Retention | None] = {}
+        with self._topics() as now:
+            for p in sorted(p for p in now.end.at if now.first[p]):
+                if p[0] not in settings:
+                    settings[p[0]] = retention_of(now.client, p[0])
+                retention = settings[p[0]]
+                if retention is not None and retention.expires:
+                    found[joined([p])] = f"{joined([p])}: offsets 0 to {now.first[p] - 1} were removed by retention"
+        return found
+
     @contextmanager
     def _topics(self) -> Iterator[_Topics]:
         """Raises Unreachable, UsageError."""

@@ -580,6 +580,13 @@ class RocketmqScan(BoundedScan):
             there = [p for p in there if at[p.broker, p.queue] <= end[p.broker][p.queue]]  # reading on would wait
             return {"first": first, "last": {f"{p.broker}/{p.queue}": _id_before(cluster, p, at) for p in there}}
 
+    def expired(self) -> Mapping[str, str]:
+        with closing(Cluster(self.options)) as cluster:
+            first = {f"{p.broker}/{p.queue}": first_offset(cluster, p) for p in cluster.places()}
+        return {
+            name: f"queue {name}: offsets 0 to {at - 1} were removed by retention" for name, at in first.items() if at
+        }
+
     def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
         at, now = _offsets(position), self.kept(position)
         end = _offsets(self.position())
