@@ -59,7 +59,7 @@ class Counts:
         delivered: everything that the sink holds.
         in_progress: delivered before the decision, by batches that have started and are not decided yet.
         earlier: delivered by batches that ran with another transform and cannot be recomputed, as far as the ledger
-            accounts for them.
+            accounts for them; or by those of which the sink's retention may have removed records.
     """
 
     sent: int = 0

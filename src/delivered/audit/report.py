@@ -408,7 +408,10 @@ def _headline(report: AuditReport) -> Text:
         whose = "of undecided batches" if report.dedup is None else "may or may not be there"
         text.append(f"\n  {whose}: {report.counts.in_progress:,}")
     if report.counts.earlier:
-        text.append(f"\n  of batches with another transform, according to the ledger: {report.counts.earlier:,}")
+        whose = (
+            "with another transform, according to the ledger" if report.earlier else "that the sink's retention reached"
+        )
+        text.append(f"\n  of batches {whose}: {report.counts.earlier:,}")
     if report.own:
         text.append(f"\n  foreign records, for which {report.own} is not true: {report.foreign:,}")
     if report.dedup is not None:
