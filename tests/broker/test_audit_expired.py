@@ -97,8 +97,8 @@ def test_batches_that_retention_reached_are_unknown_and_the_others_are_judged(ka
     orders.run()
     later = orders.audit()
     assert (later.verdict, later.counts) == (Verdict.HELD, clean(ROWS))
-    again = orders.pipeline().audit(full=True)
-    assert (again.verdict, again.counts.lost, again.counts.sent) == (Verdict.UNKNOWN, 0, 4 * ROWS), again
+    again = orders.audit(full=True)
+    assert again.verdict is Verdict.UNKNOWN and again.counts.lost == 0
 
 
 def test_retention_hides_no_loss_behind_it(kafka: Any, tmp_path: Path) -> None:
