@@ -89,7 +89,9 @@ def test_what_was_prepared_and_not_decided_is_aborted_at_the_next_start(rig: Rig
     context = rig.context("second")
     plan = rig.plan(context, 0)  # recovery
     committer = alone(context.committers)
-    assert [type(committer.commit(plan, p)) for m in lost for p in m.participants] == [Failed] * SHARDS
+    assert [type(committer.commit(work_of(rig, plan, p.shard), p)) for m in lost for p in m.participants] == [
+        Failed
+    ] * SHARDS
     commit_batch(context, 0, offsets(0), rig.write(plan))
     assert reader.values() == expected(rig, 0)
 
@@ -219,10 +221,10 @@ def test_records_and_markers_of_earlier_batches_are_forgotten(rig: Rig) -> None:
         messages = rig.write(rig.plan(context, batch, first=batch == 0))
         decision = commit_batch(context, batch, offsets(batch), messages)
     assert decision is not None
-    assert alone(context.committers).abort_orphans(decision.participants) == Ok(6)  # they had been committed
+    assert alone(context.committers).abort_orphans(decision.participants) == Ok(0)  # they had been committed
     options = rig.sink.options
     opened, markers = (Topic(options, name(options, rig.scope)) for name in (opened_topic, markers_topic))
-    assert [*opened.messages(opened.bounds().cursors[SUBSCRIPTION])] == []
+    assert len([*opened.messages(opened.bounds().cursors[SUBSCRIPTION])]) == SHARDS
     first = min((h.ledger, h.entry) for h in handles(messages))
     kept = [*markers.messages(markers.bounds().cursors[SUBSCRIPTION])]
     assert (kept[0][0].ledger, kept[0][0].entry) == first

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
-from delivered.clients.pulsar.transactions import Coordinators, TransactionId
+from delivered.clients.pulsar.transactions import Coordinators
 from delivered.connectors.pulsar import PulsarSinkOptions
 from delivered.connectors.pulsar.journal import SUBSCRIPTION, Topic
 from delivered.connectors.pulsar.positions import START, Position
@@ -25,7 +26,7 @@ from delivered.connectors.pulsar.transactions import (
 from delivered.contract.sink import Committer, Shards
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.identity import Scope, Work
-from delivered.model.work import Ok, Outcome, Prepared, Unknown
+from delivered.model.work import Failed, Ok, Outcome, Prepared, Unknown
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,16 @@ class PulsarCommitter(Committer):
         self._options, self._scope = options, scope
         self._coordinators = Coordinators(cluster(options))
 
-    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:  # noqa: ARG002 - the handle is enough
-        return self._coordinators.end(Transaction.of(prepared).id, commit=True, deadline=soon())
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        return self.commit_all([(work, prepared)])[0]
 
     def commit_all(self, shards: Shards) -> Sequence[Outcome[None]]:
         """See `delivered.contract.sink.Committer`."""
-        return self._coordinators.end_all([Transaction.of(p).id for _, p in shards], commit=True, deadline=soon())
+        outcomes = self._coordinators.end_all([Transaction.of(p).id for _, p in shards], commit=True, deadline=soon())
+        return [
+            Ok(None) if isinstance(outcome, Failed) and self._is_visible(Transaction.of(p), work) else outcome
+            for (work, p), outcome in zip(shards, outcomes, strict=True)
+        ]
 
     def was_committed(self, work: Work, prepared: Prepared) -> bool:
         """Whether a reader sees the marker at its place.
@@ -66,8 +71,7 @@ class PulsarCommitter(Committer):
             barrier = topic.send(b"")
             for at, data in topic.messages(Position(held.ledger, held.entry - 1), until=barrier):
                 if at.order[:2] >= place.order[:2]:
-                    found = Marker.from_json(data) if at.order[:2] == place.order[:2] else None
-                    return found is not None and found.transaction == held.id
+                    return _is_its_marker(at, data, held, work)
         except Unreachable as error:
             raise OutcomeUnknown("MARKER_UNREADABLE", shard=work.shard, batch=work.batch, error=error) from None
         finally:
@@ -75,23 +79,36 @@ class PulsarCommitter(Committer):
         return False
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
-        return self._abort([Transaction.of(prepared).id]) if prepared.handle else Ok(None)
+        if not prepared.handle:
+            return Ok(None)
+        outcome = self._coordinators.end(Transaction.of(prepared).id, commit=False, deadline=soon())
+        return Ok(None) if isinstance(outcome, Failed) else outcome  # it has ended
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Abort what tasks recorded as opened, except `keep`; forget records and markers that are no longer needed."""
         kept = [Transaction.of(p) for p in keep if p.handle]
         opened = Topic(self._options, opened_topic(self._options, self._scope))
+        aborted = 0
         try:
-            found, end = self._recorded(opened)
-            orphans = [t for t in found if t not in {k.id for k in kept}]
+            if (bounds := opened.bounds()) is None:
+                return Ok(0)
+            start = bounds.cursors.get(SUBSCRIPTION, START)
+            recorded = [(at, m) for at, data in opened.messages(start) if (m := Marker.from_json(data))]
+            held = {k.id for k in kept}
+            orphans = [m.transaction for _, m in recorded if m.transaction not in held]
             for at in range(0, len(orphans), _ABORTED_AT_ONCE):
-                outcome = self._abort(orphans[at : at + _ABORTED_AT_ONCE])
-                if not isinstance(outcome, Ok):
-                    return outcome
-            if found:
-                self._forget(opened, end)
+                outcomes = self._coordinators.end_all(
+                    orphans[at : at + _ABORTED_AT_ONCE], commit=False, deadline=soon()
+                )
+                if (unknown := next((o for o in outcomes if isinstance(o, Unknown)), None)) is not None:
+                    return unknown
+                aborted += sum(isinstance(o, Ok) for o in outcomes)  # the others had ended
+            if recorded:
+                first_kept = next((at for at, m in recorded if m.transaction in held), None)
+                end = recorded[-1][0]
+                self._forget(opened, end if first_kept is None else Position(first_kept.ledger, first_kept.entry - 1))
                 self._forget_markers(kept)
-            return Ok(len(orphans))
+            return Ok(aborted)
         except (Unreachable, OutcomeUnknown) as error:
             return Unknown(str(error))
         finally:
@@ -101,20 +118,17 @@ class PulsarCommitter(Committer):
         """See `delivered.contract.sink.Committer`."""
         ensure_topics(self._options, self._scope)
 
-    def _abort(self, transactions: Sequence[TransactionId]) -> Outcome[None]:
-        """What its coordinator does not know any more has ended."""
-        outcomes = self._coordinators.end_all(transactions, commit=False, deadline=soon())
-        return next((o for o in outcomes if isinstance(o, Unknown)), Ok(None))
-
-    def _recorded(self, opened: Topic) -> tuple[list[TransactionId], Position]:
-        """Transactions whose records lie behind the subscription, and where these end."""
-        bounds = opened.bounds()
-        if bounds is None:
-            return [], START
-        end = bounds.cursors.get(SUBSCRIPTION, START)
-        records = [*opened.messages(end if end.entry >= 0 else START)]
-        found = [record.transaction for _, data in records if (record := Marker.from_json(data)) is not None]
-        return found, records[-1][0] if records else end
+    def _is_visible(self, held: Transaction, work: Work) -> bool:
+        """Whether a reader sees the marker now. False: not yet, or never."""
+        topic = Topic(self._options, held.markers)
+        try:
+            at, data = next(topic.messages(Position(held.ledger, held.entry - 1)), (START, b""))
+            return _is_its_marker(at, data, held, work)
+        except DeliveredError as error:
+            log.warning("%s: the marker of shard %d could not be read: %s", topic.label, work.shard, error)
+            return False
+        finally:
+            topic.close()
 
     def _forget_markers(self, kept: Sequence[Transaction]) -> None:
         """Those before the newest decision's: only they are ever asked for."""
@@ -131,3 +145,9 @@ class PulsarCommitter(Committer):
             topic.admin.move(topic.name, SUBSCRIPTION, until, exists=True)
         except DeliveredError as error:
             log.warning("%s: what is no longer needed was not forgotten: %s", topic.label, error)
+
+
+def _is_its_marker(at: Position, data: bytes, held: Transaction, work: Work) -> bool:
+    found = Marker.from_json(data) if (at.ledger, at.entry) == (held.ledger, held.entry) else None
+    own = Marker.of(work, held.id)
+    return found is not None and replace(found, attempt=own.attempt, fingerprint=None) == own
