@@ -9,8 +9,8 @@ a batch.
 from __future__ import annotations
 
 import json
-import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -188,7 +188,11 @@ def unwritable(location: str) -> str | None:
         folder = folder.parent
     if not folder.is_dir():
         return f"{folder} is a file"
-    return None if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write in {folder}"
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # not os.access: it knows no read-only or pseudo file system
+            return None
+    except OSError as error:
+        return f"{folder} takes no file ({error.strerror})"
 
 
 def sidecar(file: str, source: str) -> str:

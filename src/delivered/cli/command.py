@@ -25,7 +25,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from delivered.cli.local import next_here
 from delivered.entry import Pipeline
+from delivered.model.catalogue import PREFIX
 from delivered.model.errors import DeliveredError
 from delivered.model.options import in_file_words
 from delivered.model.patience import Outages
@@ -246,8 +248,9 @@ def _fail(error: Exception, as_json_output: bool) -> int:
         messages().print_exception()
     own = _ours(error)
     message = spoken(own.message)[:_MESSAGE_LENGTH_MAX]
-    next_step = spoken(own.next_step) if own.next_step else None
-    shown_error = DeliveredError(own.code.removeprefix("DELIVERED_"), message, next_step)
+    code = own.code.removeprefix(PREFIX)
+    next_step = next_here(code, own.message, spoken(own.next_step) if own.next_step else None)
+    shown_error = DeliveredError(code, message, next_step)
     if as_json_output:
         say_json({"error": {"code": own.code, "message": message, "next": next_step}})
     if as_json():

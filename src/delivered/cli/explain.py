@@ -39,7 +39,9 @@ def _cause(condition: Condition) -> dict[str, str]:
     if condition.kind == "Unfit":  # becomes the error of an option, whose type has an example
         message, step = f"{{owner}}: option {{name}} {message}.", step or _ALLOWED
     step = step or getattr(getattr(errors, condition.kind, None), "usual_step", None) or ""
-    return {"condition": condition.code.partition(".")[2], "cause": _shown(message), "next": _shown(step)}
+    meaning = _meaning(condition.kind)
+    name = condition.code.partition(".")[2]
+    return {"condition": name, "meaning": meaning, "cause": _shown(message), "next": _shown(step)}
 
 
 def to_json(code: str, entry: dict[str, Any]) -> dict[str, Any]:
@@ -94,8 +96,12 @@ def explain(
         if code is None:
             say(entry["code"])
             continue
-        say(f"{entry['code']}: {entry['meaning']}".removesuffix(": "))
+        first = entry["causes"][0]["meaning"]
+        say(f"{entry['code']}: {first}".removesuffix(": "))
         for cause in entry["causes"]:
-            say(f"\n  {spoken(cause['cause'])}\n  Next: {spoken(cause['next'])}")
+            other = f"{cause['meaning']} " if cause["meaning"] != first else ""
+            say(f"\n  {other}{spoken(cause['cause'])}")
+            if cause["next"]:
+                say(f"  Next: {spoken(cause['next'])}")
         if "docs" in entry:
             say(f"\n  See docs/{entry['docs']}")

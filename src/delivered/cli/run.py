@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,6 +48,7 @@ from delivered.cli.command import (
     stop_on_signal,
     working,
 )
+from delivered.cli.local import next_here
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
 from delivered.model.patience import Outages, StoppedWaiting, patiently
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from delivered.operate.continuous import ContinuousAudit
     from delivered.pipeline.progress import Progress
     from delivered.receiver import Counts
+    from delivered.spark.listener import QueryMetrics
 
 WaitOption = Annotated[
     bool, typer.Option("--wait/--no-wait", help="Wait two minutes for an unreachable server, or fail at once.")
@@ -117,6 +119,9 @@ def plan(
         ):
             outcome = pipeline.plan(spark, takeover=takeover)
     outcome = spoken(outcome)
+    if isinstance(outcome, Refusal):
+        here = next_here(outcome.code, outcome.reason, outcome.way_out)
+        outcome = replace(outcome, way_out=here or outcome.way_out)
     answer(output, to_json(outcome), str(outcome))
     return outcome.error.exit_code if isinstance(outcome, Refusal) else 0
 
@@ -380,13 +385,14 @@ def _run_pipeline(
     started = time.monotonic()
     log = SparkLog.of(pipeline, spark_log)
     with contextlib.ExitStack() as stack:
+        queries = None if port is None else stack.enter_context(_metrics(pipeline, port))
         with working("starting Spark"):
             spark = stack.enter_context(quiet_spark(pipeline, log))
         request.listen()  # again: a new SparkContext takes over SIGINT to cancel running jobs
         if request.stop.is_set():
             return 0
-        if port is not None:
-            stack.enter_context(_metrics(pipeline, spark, port))
+        if queries is not None:
+            spark.streams.addListener(queries)
         stack.callback(recorded)
         try:
             query = pipeline.start(spark, takeover=takeover)
@@ -409,15 +415,16 @@ def _run_pipeline(
 
 
 @contextlib.contextmanager
-def _metrics(pipeline: Pipeline, spark: SparkSession, port: int) -> Iterator[None]:
+def _metrics(pipeline: Pipeline, port: int) -> Iterator[QueryMetrics]:
+    """Serve them; yields the listener that gets those of queries. Before Spark starts: it refuses at once."""
     from delivered.operate.metrics import serving
     from delivered.operate.status import status
     from delivered.spark.listener import QueryMetrics
 
-    spark.streams.addListener(queries := QueryMetrics({pipeline.name: pipeline.checkpoint}))
+    queries = QueryMetrics({pipeline.name: pipeline.checkpoint})
     with serving(lambda: [status(pipeline)], port, more=[queries]) as opened:
         note(f"serving http://127.0.0.1:{opened}/metrics")
-        yield
+        yield queries
 
 
 def _until_done(

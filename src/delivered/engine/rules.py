@@ -82,7 +82,8 @@ def judge(
         _same_offsets(begun.offsets, view)
         return _begun(begun, guarantee, tolerance)
     if newest is None:
-        _renamed(view, scope, tolerance, others)
+        if (error := renamed(view, scope, tolerance, others)) is not None:
+            raise error
         _first_of_ledger(state, view, scope, guarantee, tolerance, others)
     elif (last.batch if last else -1) < view.batch - 1 - view.repartitions and not tolerance.missing_ledger:
         # Every batch that Spark logged was decided. If it only started, its decision was lost.
@@ -148,16 +149,18 @@ def _after(offsets: str) -> str:
     )
 
 
-def _renamed(view: CheckpointView, scope: Scope, tolerance: Tolerance, others: Sequence[OtherLedger]) -> None:
-    """Refuse a checkpoint that is in the ledger under another name."""
+def renamed(
+    view: CheckpointView, scope: Scope, tolerance: Tolerance, others: Sequence[OtherLedger]
+) -> LedgerBehind | None:
+    """Why a checkpoint must not continue that is in the ledger under another name."""
     former = next((o for o in others if o.same_incarnation), None)
     if former is None or tolerance.missing_ledger:
-        return
+        return None
     what, name, now = "sink", former.sink, scope.sink
     if former.pipeline != scope.pipeline:
         what, name, now = "pipeline", former.pipeline, scope.pipeline
     named_by = " (without the option, the pipeline is named after the query)" if what == "pipeline" else ""
-    raise LedgerBehind(
+    return LedgerBehind(
         "LEDGER_RENAMED",
         incarnation=view.incarnation,
         what=what,

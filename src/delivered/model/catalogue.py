@@ -7,7 +7,7 @@ the first text that is needed: executors import this module at every start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -50,6 +50,15 @@ def conditions_of(code: str, entry: Mapping[str, Any]) -> Iterator[Condition]:
 def conditions() -> Mapping[str, Condition]:
     """By code and condition."""
     return {c.code: c for code, entry in entries().items() for c in conditions_of(code, entry)}
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """For a next step: "did you mean orders? ", if one of the names is like this one, in any case; else empty."""
+    from difflib import get_close_matches
+
+    spelling = {n.lower(): n for n in known}
+    near = get_close_matches(name.lower(), spelling, n=1)
+    return f"did you mean {spelling[near[0]]}? " if near else ""
 
 
 def texts(code: str, values: Mapping[str, object]) -> tuple[str, str | None]:

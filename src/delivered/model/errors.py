@@ -4,7 +4,7 @@
      +- UsageError               the request itself is wrong (exit 2)
      |   +- Refused              the request is valid but cannot be fulfilled
      |   +- MissingExtra         a client library is not installed
-     +- Unreachable              a server did not answer, or rejected the credentials
+     +- Unreachable              a server did not answer (exit 3), or rejected the credentials
      +- BadRecord                one record is invalid and cannot be written
      +- InvariantBroken          something that must never happen happened; the query stops, nothing is skipped
      |   +- Fenced               another driver owns the ledger now
@@ -121,6 +121,8 @@ class Unreachable(DeliveredError):
     def __init__(self, code: str, message: str | None = None, next_step: str | None = None, **values: object) -> None:
         super().__init__(code, message, next_step, **values)
         self.may_come_back = _AWAY.fullmatch(self.code) is not None  # not for wrong credentials
+        if self.may_come_back:
+            self.exit_code = OutcomeUnknown.exit_code
 
 
 class BadRecord(DeliveredError):

@@ -19,6 +19,7 @@ from delivered.checkpoint.folder import logged
 from delivered.contract.source import Offsets
 from delivered.engine.context import open_shared_ledger
 from delivered.ledger import Ledger
+from delivered.model.catalogue import did_you_mean
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.options import in_file_words
 from delivered.model.secrets import without_secrets
@@ -126,7 +127,7 @@ def _chosen(pipeline: Definition, sink: str | None) -> dict[str, Endpoint]:
     if sink is None:
         return named
     if sink not in named:
-        raise UsageError("EVIDENCE_SINK", sink=sink, known=", ".join(named))
+        raise UsageError("EVIDENCE_SINK", sink=sink, known=", ".join(named), hint=did_you_mean(sink, named))
     return {sink: named[sink]}
 
 

@@ -36,6 +36,7 @@ from delivered.contract.source import Offsets
 from delivered.engine.context import Context
 from delivered.engine.owner import living, new_owner
 from delivered.ledger import Store, Swap, SwapsTables
+from delivered.model.catalogue import did_you_mean
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.identity import SOURCE, Scope, by_source, derived_name
@@ -101,6 +102,7 @@ def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
             which="no sink is" if sink is None else "none is",
             sink=sink or "",
             known=", ".join(named),
+            hint=did_you_mean(sink or "", named),
         )
     return named[sink]
 

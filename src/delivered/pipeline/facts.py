@@ -16,7 +16,7 @@ from delivered.contract.source import Finding
 from delivered.engine.context import open_shared_ledger
 from delivered.engine.owner import living
 from delivered.engine.recover import other_ledgers
-from delivered.engine.rules import judge
+from delivered.engine.rules import judge, renamed
 from delivered.engine.sinks import Member, Sinks
 from delivered.model.capability import SourceCapability, WriteMode
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, UsageError, missing_extra
@@ -224,6 +224,8 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
     ledger = open_shared_ledger(sinks, scope)
     try:
         state = ledger.look()
+        view = CheckpointView(scope.incarnation, 0 if newest is None else newest + int(done), "", None)
+        other_name = renamed(view, scope, spec.tolerance, other_ledgers(ledger, view, state))
     finally:
         ledger.close()
     # Over Spark Connect the owner's process is the server, which outlives the query.
@@ -237,6 +239,7 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
         ledger_others=() if state.last is None else state.last.other_sinks,
         owner=None if connect else living(state.owner, session.jvm if session is not None else None),
         unwritable=unwritable(pipeline.checkpoint),
+        renamed=other_name,
         ledger_missing=newest is not None
         and _newest(state) is None
         and not pipeline.missing_ledger

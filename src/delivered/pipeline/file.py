@@ -18,6 +18,7 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from delivered.model.catalogue import did_you_mean
 from delivered.model.errors import UsageError
 from delivered.model.identity import SOURCE
 from delivered.model.options import Option, OptionTable
@@ -551,6 +552,9 @@ def _put(data: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
         data[dotted] = value
 
 
+_SEE_KEYS = "correct the value; `delivered init` writes an example"
+
+
 def _validated(data: dict[str, Any], name: str, lines: Mapping[Path_, int]) -> PipelineFile:
     try:
         return PipelineFile.model_validate(data)
@@ -559,7 +563,7 @@ def _validated(data: dict[str, Any], name: str, lines: Mapping[Path_, int]) -> P
     texts, steps = [t for t, _ in faults[:_ERRORS_SHOWN]], [s for _, s in faults if s]
     more = f" (and {len(faults) - _ERRORS_SHOWN} more)" if len(faults) > _ERRORS_SHOWN else ""
     raise UsageError(
-        "FILE_INVALID.VALUES", problems="; ".join(texts) + more, action="; ".join(steps[:_ERRORS_SHOWN]) or None
+        "FILE_INVALID.VALUES", problems="; ".join(texts) + more, action="; ".join(steps[:_ERRORS_SHOWN]) or _SEE_KEYS
     )
 
 
@@ -582,7 +586,10 @@ def _faults(error: pydantic.ValidationError, name: str, lines: Mapping[Path_, in
                 yield f"{where}: {key}: {fault['ctx']['error']}", None
             case _:
                 given = shown(fault["input"], str(path[-1]) if path else "")
-                yield f"{where}: {key} is {given}; {_lower(fault['msg'])}", None
+                allowed = re.findall(r"'([^']*)'", str(fault.get("ctx", {}).get("expected", "")))
+                near = did_you_mean(str(fault["input"]), allowed).strip()
+                step = near or f"write {key}: {' or '.join(allowed)}" if allowed else None
+                yield f"{where}: {key} is {given}; {_lower(fault['msg'])}", step
 
 
 def _known_part(loc: tuple[int | str, ...], lines: Mapping[Path_, int]) -> Path_:

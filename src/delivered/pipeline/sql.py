@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from delivered.model.catalogue import did_you_mean
 from delivered.model.errors import UsageError
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class _Query:
             line=line,
             position=at,
             sql=self._sql.strip(),
-            hint=hint or _did_you_mean(name, near),
+            hint=hint or did_you_mean(name, near),
             views=views,
         )
 
@@ -236,7 +236,7 @@ class _Query:
         for one, two, three in zip(words, words[1:], words[2:], strict=False):
             outer = all(w.is_plain or w.lower in _NAMES for w in (one, three))
             if two.is_plain and outer:
-                hint = _did_you_mean(two.text, _CLAUSES)
+                hint = did_you_mean(two.text, _CLAUSES)
                 return self._wrong("SQL_INVALID.WORDS", f"{one.text} {two.text} {three.text}", one.start, hint=hint)
         return None
 
@@ -306,11 +306,6 @@ class _Query:
         if len(tables) != 1 or tables[0].name.lower() not in self._sources:
             return False
         return any(item.find(exp.Count, exp.Sum, exp.Avg, exp.Min, exp.Max) for item in tree.expressions)
-
-
-def _did_you_mean(name: str, near: Collection[str]) -> str:
-    close = get_close_matches(name.lower(), [n.lower() for n in near], n=1)
-    return f"did you mean {next(n for n in near if n.lower() == close[0])}? " if close else ""
 
 
 _QUOTED = re.compile(r"--[^\n]*|/\*.*?\*/|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|`[^`]*`", re.DOTALL)

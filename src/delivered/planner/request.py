@@ -12,7 +12,9 @@ from enum import StrEnum
 
 from delivered.contract.source import Finding
 from delivered.model.capability import Commit, Guarantee, LedgerPlace, SinkCapability, SourceCapability
+from delivered.model.catalogue import PREFIX
 from delivered.model.dedup import Dedup
+from delivered.model.errors import DeliveredError
 from delivered.model.identity import SOURCE, by_source
 from delivered.model.limits import BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
 from delivered.model.options import shown, starting_at, without_newest
@@ -125,6 +127,7 @@ class CheckpointFacts:
         accepts_new: the user accepts that this checkpoint starts over.
         transform_changed: first and newest batch that ran with another transform than the current one; None: the newest
             one ran with the current one, or it is unknown.
+        renamed: its batches are in the ledger under another name of pipeline or sink.
         unwritable: why Spark could not write it; None: it could, or it is unknown.
         ledger_behind: the ledger has lost decided batches, and the user did not accept that.
         ledger_offsets: where the ledger's last decided batch of this incarnation ended; empty: there is none.
@@ -148,6 +151,7 @@ class CheckpointFacts:
     accepts_new: bool = False
     other_dedup: str | None = None
     unwritable: str | None = None
+    renamed: DeliveredError | None = None
     ledger_missing: bool = False
     ledger_behind: bool = False
     ledger_offsets: str = ""
@@ -436,6 +440,13 @@ def checkpoint_writable(request: Request) -> Reason | None:
     return Reason.build("CHECKPOINT_UNWRITABLE", location=facts.location, reason=facts.unwritable)
 
 
+def ledger_named(request: Request) -> Reason | None:
+    error = request.checkpoint.renamed
+    if error is None:
+        return None
+    return Reason(error.code.removeprefix(PREFIX), error.message, error.next_step or "")
+
+
 def ledger_there(request: Request) -> Reason | None:
     facts = request.checkpoint
     if not facts.ledger_missing:
@@ -557,6 +568,7 @@ RULES: tuple[Rule, ...] = (
     checkpoint_writable,
     decider_kept,
     ledger_not_ahead,
+    ledger_named,
     ledger_there,
     ledger_not_behind,
     checkpoint_known,

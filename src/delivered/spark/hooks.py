@@ -217,6 +217,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
             self.queryName(queryName)
         spark, write = session_of(self), _write(self)
         if write is not None and _is_idiom(write):
+            _check_sources(self)
             _check(spark, write)
             check_executors(spark, write.options)
             self.option(OPTION, Envelope(IdiomStart(uuid.uuid4().hex)).encode())
@@ -293,6 +294,19 @@ def _check(spark: Any, write: StreamWrite) -> None:
             raise ours from None
         # The start reports Spark's own errors again.
         log.debug("skipped the check before the start: %s", error)
+
+
+def _check_sources(writer: Any) -> None:
+    """Refuse a query that reads what is not there: Spark would find out in the first batch. Not over Spark Connect,
+    whose client may not reach the brokers. A server that does not answer is waited for, by the query."""
+    if internals.is_connect(session_of(writer)):
+        return
+    for name, options in internals.stream_sources(writer):
+        if not name.startswith(PREFIX):
+            continue
+        for finding in Endpoint(name, Reading.parse(options)[1]).source().preflight():
+            if finding.refuses and finding.code.endswith("_MISSING"):
+                raise Refused(finding.code, finding.message, finding.next_step)
 
 
 def _read_to_its_end(writer: Any, write: StreamWrite) -> bool:

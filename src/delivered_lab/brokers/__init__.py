@@ -21,6 +21,7 @@ from typing import Any
 
 from delivered import DeliveredError, UsageError
 from delivered.machine import cache_folder, java_home
+from delivered.model.catalogue import did_you_mean
 from delivered_lab.brokers.servers import SERVERS, Identity, Say, State, end, free_ports, launch, telling_lines
 
 __all__ = [
@@ -130,7 +131,7 @@ def default_folder(kind: str) -> Path:
 def require_kind(kind: str) -> None:
     """Raises UsageError: unknown kind of server."""
     if kind not in KINDS:
-        raise UsageError("BROKER_UNKNOWN", kind=kind, known=", ".join(KINDS))
+        raise UsageError("BROKER_UNKNOWN", kind=kind, known=", ".join(KINDS), hint=did_you_mean(kind, KINDS))
 
 
 def prefetch(kinds: Sequence[str], say: Say = _silent) -> None:

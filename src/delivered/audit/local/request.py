@@ -7,6 +7,7 @@ from typing import Any
 
 from delivered.audit.request import AuditRequest, Recompute, Sealing
 from delivered.model.capability import APPEND
+from delivered.model.catalogue import did_you_mean
 from delivered.model.errors import Refused, UsageError
 from delivered.model.rows import OnBadRow
 from delivered.pipeline.definition import Definition, grouping_columns
@@ -73,5 +74,6 @@ def chosen_sink(pipeline: Definition, sink: str | None) -> Endpoint:
         return next(iter(endpoints.values()))
     if sink not in endpoints:
         reason = "no sink was named" if sink is None else f"no sink is named {sink!r}"
-        raise UsageError("AUDIT_SINK.UNNAMED", reason=reason, endpoints=", ".join(endpoints))
+        near = did_you_mean(sink or "", endpoints)
+        raise UsageError("AUDIT_SINK.UNNAMED", reason=reason, endpoints=", ".join(endpoints), hint=near)
     return endpoints[sink]

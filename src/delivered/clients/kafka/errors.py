@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from delivered.model.catalogue import did_you_mean
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 
 
@@ -24,13 +25,14 @@ def config_error(detail: str, owner: str, name: str | None = None) -> UsageError
     )
 
 
-def explain(owner: str, name: str, detail: str, what: str, servers: str) -> DeliveredError:
+def explain(owner: str, name: str, detail: str, what: str, servers: str, known: Collection[str] = ()) -> DeliveredError:
     """An error of a broker or of librdkafka, in words.
 
     Args:
         owner: of the options: "delivered_kafka source".
         name: of the error, as Kafka or librdkafka has it: "UNKNOWN_TOPIC_OR_PART".
         what: the requested topic, partition or group.
+        known: topics that there are.
     """
     if name in (
         "UNKNOWN_TOPIC_OR_PART",
@@ -39,7 +41,8 @@ def explain(owner: str, name: str, detail: str, what: str, servers: str) -> Deli
         "_UNKNOWN_PARTITION",
         "UNKNOWN_TOPIC_ID",
     ):
-        return UsageError("TOPIC_MISSING.KAFKA_READ", owner=owner, topic=what, servers=servers)
+        near = did_you_mean(what, known)
+        return UsageError("TOPIC_MISSING.KAFKA_READ", owner=owner, topic=what, servers=servers, hint=near)
     if name in ("TOPIC_EXCEPTION", "INVALID_TOPIC_EXCEPTION", "INVALID_TOPIC"):
         return UsageError("TOPIC_INVALID.BROKER", owner=owner, servers=servers, topic=what)
     if "AUTHORIZATION_FAILED" in name:

@@ -10,10 +10,11 @@ from delivered.clients.kafka import protocol
 from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.listing import BROKER_CONFIG, TOPIC_CONFIG, describe_configs
 from delivered.clients.kafka.protocol import Wire, name_of
-from delivered.connectors.kafka.options import SinkOptions
+from delivered.connectors.kafka.options import SinkOptions, is_internal
 from delivered.connectors.kafka.topics import COPIES, PARTITIONS, copies_wanted, ledger_topic
 from delivered.contract.source import Finding
 from delivered.model.capability import Guarantee
+from delivered.model.catalogue import did_you_mean
 from delivered.model.errors import Unreachable
 from delivered.model.identity import Scope
 
@@ -56,11 +57,9 @@ def _topic(wire: Wire, options: SinkOptions) -> list[Finding]:
     topic = options.topic
     found = wire.patiently(lambda: wire.topic(topic))
     if found.error_code == protocol.UNKNOWN_TOPIC_OR_PARTITION:
-        return [
-            Finding.build(
-                "TOPIC_UNKNOWN.START", refuses=True, topic=options.topic, servers=options.client["bootstrap.servers"]
-            )
-        ]
+        near = did_you_mean(topic, (t for t in wire.patiently(wire.topics) if not is_internal(t)))
+        servers = options.client["bootstrap.servers"]
+        return [Finding.build("TOPIC_UNKNOWN.START", refuses=True, topic=topic, servers=servers, hint=near)]
     if found.error_code == protocol.TOPIC_AUTHORIZATION_FAILED:
         return [Finding.build("KAFKA_PERMISSION.DESCRIBE", refuses=True, topic=options.topic)]
     if found.error_code != protocol.NONE:

@@ -37,7 +37,7 @@ from delivered.connectors.kafka.options import (
 )
 from delivered.contract.source import Offsets, Resumption
 from delivered.kits.warm import WarmClients
-from delivered.model.errors import InvariantBroken, Refused, Unreachable, UsageError
+from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, RESTART_CONFIRM_S, SOURCE_PATIENCE_S
 from delivered.model.patience import within
 from delivered.model.rows import Origin, Rejection, Rows
@@ -87,6 +87,13 @@ class KafkaDriverClient:
         listed = self.ask(Wire.topics, self._options.what)
         return sorted(t for t in listed if pattern.search(t) and not is_internal(t))
 
+    def _known(self) -> list[str]:
+        """Topics that a name may stand for; none, if this user may not list them."""
+        try:
+            return self._matching(re.compile(""))
+        except DeliveredError:
+            return []
+
     def _describe(self, names: list[str], missing_is_an_error: bool = False) -> list[tuple[str, Topic | None]]:
         """Topic and description; with a pattern, None for a topic that no longer exists."""
         if not names:
@@ -95,7 +102,7 @@ class KafkaDriverClient:
         if self._options.pattern is None or missing_is_an_error:
             for name, topic in found.items():
                 if topic is None:
-                    raise explain(OWNER, "UNKNOWN_TOPIC_OR_PART", "", name, self._options.servers)
+                    raise explain(OWNER, "UNKNOWN_TOPIC_OR_PART", "", name, self._options.servers, self._known())
         return list(found.items())
 
     def offsets(self, wanted: Mapping[Partition, Place]) -> dict[Partition, int | None]:

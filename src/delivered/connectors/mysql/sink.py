@@ -149,7 +149,12 @@ def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
     if table is None:
         target.check_hidden(session, options)
         if not options.create:
-            raise missing_at_server(options)
+            tables = session.execute(
+                "SELECT table_name FROM information_schema.tables WHERE table_schema = coalesce(%s, database()) "
+                "LIMIT 10000",
+                [options.schema],
+            )
+            raise missing_at_server(options, [str(name) for (name,) in tables.fetchall()])
         base = options.schema or options.database
         there = "SELECT 1 FROM information_schema.schemata WHERE schema_name = %s"
         if session.execute(there, [base]).fetchone() is None:

@@ -96,7 +96,12 @@ def _table(connection: psycopg.Connection[Any], options: PostgresOptions, guaran
     found = target.find(connection, options)
     if found is None:
         if not options.create:
-            raise missing_at_server(options)
+            tables = connection.execute(
+                "SELECT relname FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace "
+                "WHERE relkind IN ('r', 'p') AND nspname = coalesce(%s, current_schema()) LIMIT 10000",
+                [options.schema],
+            )
+            raise missing_at_server(options, [str(name) for (name,) in tables])
         yield from _may_create(connection, options)
         return
     target.check_kind(options, found[2])

@@ -113,7 +113,8 @@ class SqliteSink(DatabaseSink):
         target.check_kind(connection, self.options)
         if not target.table_columns(connection, self.options.table):
             if not self.options.create:
-                raise target.missing_table(self.options)
+                tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+                raise target.missing_table(self.options, [str(name) for (name,) in tables])
         elif write.upserts and not target.has_unique_index(connection, self.options.table, write.keys):
             raise no_unique_index(write, self.options.table, self.options.where)
         else:

@@ -43,6 +43,7 @@ from delivered.kits.sql.table import (
     new_mark,
     untyped,
 )
+from delivered.model.catalogue import did_you_mean
 from delivered.model.errors import UsageError
 from delivered.model.ranges import RANGES
 
@@ -349,8 +350,10 @@ def stored_schema(connection: sqlite3.Connection, table: str) -> pa.Schema | Non
     return None if row is None else pa.ipc.read_schema(pa.py_buffer(row[0]))
 
 
-def missing_table(options: SqliteOptions) -> UsageError:
-    return missing(options.table, options.where, 'create the table, or remove .option("ifNotExists", "false")')
+def missing_table(options: SqliteOptions, known: Iterable[str] = ()) -> UsageError:
+    """Args: known: tables that there are."""
+    action = 'create the table, or remove .option("ifNotExists", "false")'
+    return missing(options.table, options.where, did_you_mean(options.table, known) + action)
 
 
 def has_unique_index(connection: sqlite3.Connection, table: str, keys: Sequence[str]) -> bool:

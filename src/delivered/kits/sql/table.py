@@ -22,6 +22,7 @@ from delivered.kits.options import if_not_exists, merge_schema, not_blank, passw
 from delivered.kits.sql.database import quoted
 from delivered.model import ranges
 from delivered.model.capability import WriteMode
+from delivered.model.catalogue import did_you_mean
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.options import (
     Options,
@@ -544,9 +545,10 @@ def missing(table: str, where: str, next_step: str) -> UsageError:
     return UsageError("TABLE_MISSING.SQL", table=table, where=where, action=next_step)
 
 
-def missing_at_server(options: ServerOptions) -> UsageError:
+def missing_at_server(options: ServerOptions, known: Iterable[str] = ()) -> UsageError:
+    """Args: known: tables that there are."""
     action = 'create the table, correct the option dbtable, or add .option("ifNotExists", "true")'
-    return missing(options.table_text, options.where, action)
+    return missing(options.table_text, options.where, did_you_mean(options.table, known) + action)
 
 
 def text_of(options: ServerOptions) -> str:

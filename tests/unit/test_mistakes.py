@@ -1,0 +1,147 @@
+"""Mistakes of a user on the command line: each ends with the documented exit code, a code, and what to do next."""
+
+from __future__ import annotations
+
+import socket
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from tests.support.decided import checkpoint, decide, pipeline
+from typer.testing import CliRunner
+
+from delivered.cli.main import app
+from delivered.connectors.log.produce import append
+from delivered.model.work import Owner
+
+FILE = """\
+pipeline: orders
+guarantee: exactly_once
+checkpoint: {folder}/checkpoint
+source: {{format: log, path: {folder}/in}}
+transform: {{sql: "SELECT CAST(value AS STRING) AS id FROM source"}}
+sinks: [{{format: sqlite, path: {folder}/out.db, table: orders, ifNotExists: false}}]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    append(str(tmp_path / "in"), pa.table({"value": [b"a"]}))
+    with closing(sqlite3.connect(tmp_path / "out.db")) as connection:
+        connection.execute("CREATE TABLE orders (id TEXT)")
+    (tmp_path / "orders.yaml").write_text(FILE.format(folder=tmp_path))
+    (tmp_path / "file").touch()
+    return tmp_path
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """
+    Attributes:
+        args: of the command; FILE and FOLDER stand for the pipeline's.
+        change: of the file: what it says, and what it says instead.
+        next: part of the next step.
+    """
+
+    args: str
+    code: str
+    next: str
+    change: tuple[str, str] = ("", "")
+    exit_code: int = 2
+
+
+MISTAKES = {
+    "guarantee": Mistake("plan FILE", "FILE_INVALID", "did you mean exactly_once?", ("exactly_once", "exactly_onse")),
+    "guarantee option": Mistake("plan FILE --guarantee atleast_once", "FILE_INVALID", "did you mean at_least_once?"),
+    "key": Mistake("plan FILE", "FILE_INVALID", "write 'checkpoint'", ("checkpoint:", "checkpont:")),
+    "kind of value": Mistake("plan FILE", "FILE_INVALID", "delivered init", ("sinks: [", "sinks: 7 # [")),
+    "override": Mistake("plan FILE -s sorce.path=/in", "FILE_INVALID", "write 'source'"),
+    "format": Mistake("plan FILE", "FORMAT_UNKNOWN", "write 'sqlite'", ("format: sqlite", "format: sqllite")),
+    "option": Mistake("plan FILE", "OPTION_UNKNOWN", "write 'table'", ("table:", "tabel:")),
+    "table": Mistake("plan FILE", "TABLE_MISSING", "did you mean orders?", ("table: orders", "table: order")),
+    "source": Mistake("plan FILE", "LOG_MISSING", "", ("/in}", "/inn}")),
+    "column": Mistake("plan FILE", "SQL_INVALID", "did you mean value?", ("CAST(value", "CAST(vale")),
+    "keyword": Mistake("plan FILE", "SQL_INVALID", "did you mean SELECT?", ("SELECT", "SELEC")),
+    "function": Mistake("plan FILE", "SQL_INVALID", "did you mean upper?", ("CAST(value AS STRING)", "uper(value)")),
+    "view": Mistake("plan FILE", "SQL_INVALID", "did you mean source?", ("FROM source", "FROM sources")),
+    "type": Mistake("plan FILE", "COLUMN_TYPE", "cast", ("CAST(value AS STRING)", "CAST(value AS BIGINT)")),
+    "name of a column": Mistake("plan FILE", "COLUMN_MISSING", "ALTER TABLE", ("AS id", "AS ident")),
+    "aggregate": Mistake("plan FILE", "OUTPUT_MODE", "output_mode", ("CAST(value AS STRING)", "max(value)")),
+    "secret": Mistake("plan FILE", "SECRET_MISSING", "", (
+        "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}",
+        "{format: postgres, url: 'postgresql://127.0.0.1:CLOSED/shop', dbtable: orders, password: 'env:NO_SUCH'}",
+    )),
+    "checkpoint": Mistake("plan FILE --checkpoint FOLDER/file/c", "CHECKPOINT_UNWRITABLE", "a folder"),
+    "pseudo file system": Mistake("plan FILE --checkpoint /proc/c", "CHECKPOINT_UNWRITABLE", "a folder"),
+    "file": Mistake("plan FOLDER/order.yaml", "FILE_UNREADABLE", "delivered init"),
+    "sink": Mistake("audit FILE --sink order", "AUDIT_SINK", "did you mean orders?"),
+    "server": Mistake("brokers start kafak", "BROKER_UNKNOWN", "did you mean kafka?"),
+    "code": Mistake("explain TOPIC_MISING", "CODE_UNKNOWN", "delivered explain DELIVERED_TOPIC_MISSING"),
+    "port": Mistake("run FILE --no-wait --metrics-port BUSY", "METRICS_PORT", "another"),
+    "no answer": Mistake("plan FILE", "POSTGRES_UNREACHABLE", "check", (
+        "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}",
+        "{format: postgres, url: 'postgresql://127.0.0.1:CLOSED/shop', dbtable: orders}",
+    ), exit_code=3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_says_what_to_do_next(folder: Path, name: str) -> None:
+    mistake = MISTAKES[name]
+    with socket.socket() as closed, socket.socket() as busy:
+        closed.bind(("127.0.0.1", 0))  # not listening
+        busy.bind(("127.0.0.1", 0))
+        busy.listen(1)
+        names = {"FOLDER": str(folder), "CLOSED": str(closed.getsockname()[1]), "BUSY": str(busy.getsockname()[1])}
+
+        def put(text: str) -> str:
+            for key, value in {"FILE": str(folder / "orders.yaml"), **names}.items():
+                text = text.replace(key, value)
+            return text
+
+        file = folder / "orders.yaml"
+        before, after = map(put, mistake.change)
+        assert before in file.read_text()
+        file.write_text(file.read_text().replace(before, after, 1) if before else file.read_text())
+        done = CliRunner().invoke(app, [put(word) for word in mistake.args.split()])
+    said = " ".join(done.output.split())
+    assert f"[DELIVERED_{mistake.code}]" in said, said
+    step = said.partition("Next: ")[2] or said.partition("way out ")[2]
+    assert step
+    assert mistake.next in step
+    assert done.exit_code == mistake.exit_code
+
+
+def test_a_renamed_pipeline_is_told_its_name(tmp_path: Path) -> None:
+    """Never to accept a missing ledger once: its batches would be written twice."""
+    made = pipeline(tmp_path)
+    decide(made, 2, Owner("ended"))
+    checkpoint(made, 2)
+    file = tmp_path / "orders.yaml"
+    file.write_text(
+        f"pipeline: renamed\nguarantee: exactly_once\ncheckpoint: {tmp_path}/checkpoint\n"
+        f"source: {{format: log, path: {tmp_path}/in}}\n"
+        f"sinks: [{{format: sqlite, path: {tmp_path}/out.db, table: orders}}]\n"
+    )
+    done = CliRunner().invoke(app, ["plan", str(file)])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 2
+    assert "[DELIVERED_LEDGER_RENAMED]" in said, said
+    assert "pipeline: orders" in said
+    assert "accept" not in said
+
+
+def test_a_misspelt_command_is_named() -> None:
+    done = CliRunner().invoke(app, ["pln", "orders.yaml"])
+    assert (done.exit_code, "plan" in done.output) == (2, True)
+
+
+@pytest.mark.parametrize("code", ["SQL_NOT_DETERMINISTIC", "STOPPED_WITH_LAG", "TOPIC_MISSING"])
+def test_explain_knows_errors_warnings_and_problems(code: str) -> None:
+    done = CliRunner().invoke(app, ["explain", code])
+    assert done.exit_code == 0
+    assert done.output.startswith(f"DELIVERED_{code}")
+    assert not any(line.strip() == "Next:" for line in done.output.splitlines())
