@@ -63,7 +63,7 @@ def test_run_waits_for_its_server(new_postgres: Callable[..., Any], once_told: A
     file.write_text(yaml.safe_dump(given))
 
     gave_up = subprocess.run([*RUN, str(file), "--no-wait"], capture_output=True, text=True, timeout=120)
-    assert gave_up.returncode == 1
+    assert gave_up.returncode == 3
     assert "DELIVERED_POSTGRES_UNREACHABLE" in gave_up.stderr
     assert "waiting up to" not in gave_up.stderr
 
