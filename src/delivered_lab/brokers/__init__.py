@@ -16,12 +16,12 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from delivered import DeliveredError, UsageError
 from delivered.machine import cache_folder, java_home
-from delivered.model.catalogue import did_you_mean
 from delivered_lab.brokers.servers import SERVERS, Identity, Say, State, end, free_ports, launch, telling_lines
 
 __all__ = [
@@ -131,7 +131,9 @@ def default_folder(kind: str) -> Path:
 def require_kind(kind: str) -> None:
     """Raises UsageError: unknown kind of server."""
     if kind not in KINDS:
-        raise UsageError("BROKER_UNKNOWN", kind=kind, known=", ".join(KINDS), hint=did_you_mean(kind, KINDS))
+        near = get_close_matches(kind, KINDS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UsageError("BROKER_UNKNOWN", kind=kind, known=", ".join(KINDS), hint=hint)
 
 
 def prefetch(kinds: Sequence[str], say: Say = _silent) -> None:
