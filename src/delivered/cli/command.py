@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, cast
 
 import typer
 from rich.console import Console, RenderableType
@@ -26,7 +26,6 @@ from rich.table import Table
 from rich.text import Text
 
 from delivered.cli.local import next_here
-from delivered.entry import Pipeline
 from delivered.model.catalogue import PREFIX
 from delivered.model.errors import DeliveredError
 from delivered.model.options import in_file_words
@@ -34,8 +33,10 @@ from delivered.model.patience import Outages
 from delivered.model.secrets import one_line, plain, without_passwords
 from delivered.model.step import LOG_FORMAT, JsonLines, as_json
 from delivered.model.translate import translated
-from delivered.pipeline.file import parse_override
 from delivered.terminal import printer
+
+if TYPE_CHECKING:
+    from delivered.entry import Pipeline
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -188,6 +189,9 @@ def spoken(value: T) -> T:
 
 def read(file: Path, sets: list[str], **named: Any) -> Pipeline:
     """A pipeline file with overrides from the command line. Raises UsageError."""
+    from delivered.entry import Pipeline
+    from delivered.pipeline.file import parse_override
+
     overrides = dict(map(parse_override, sets))
     overrides.update({k: v for k, v in named.items() if v is not None})
     return Pipeline.from_file(file, overrides)

@@ -1,46 +1,161 @@
-"""The commands."""
+"""The commands, by name. Each one's module is imported when it is run: `--help` and mistakes need none of them."""
 
 from __future__ import annotations
 
-from importlib.metadata import version as installed_version
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from delivered.cli import explain, status
-from delivered.cli.audit import audit
-from delivered.cli.command import Commands, say
-from delivered.cli.doctor import doctor
-from delivered.cli.evidence import evidence_app
-from delivered.cli.example import init
-from delivered.cli.lab import brokers_app, verify
-from delivered.cli.operate import dead_letters_app, sagas_app, transactions_app
-from delivered.cli.run import adopt, plan, rebuild, receive, replay, run
 
-app = Commands(
+class Place(NamedTuple):
+    """Where a command is.
+
+    Attributes:
+        module: in `delivered.cli`.
+        name: of a function, or of a group of commands.
+        help: its first sentence, as there; a test compares them.
+    """
+
+    module: str
+    name: str
+    help: str
+    hidden: bool = False
+
+
+COMMANDS: dict[str, Place] = {
+    "audit": Place(
+        "audit",
+        "audit",
+        "Read source and sink back from the last seal on, list lost, duplicated and altered records, and seal what "
+        "was proved; exit code 1 if the guarantee was violated, 3 if unknown.",
+    ),
+    "replay": Place(
+        "run", "replay", "Deliver records of a time once more, into another sink, while the pipeline runs."
+    ),
+    "rebuild": Place("run", "rebuild", "Make the sink's table anew from the source, compare both, and swap them."),
+    "explain": Place(
+        "explain", "explain", "Explain an error code: what it means, what causes it, and what to run next."
+    ),
+    "status": Place(
+        "status",
+        "status",
+        "Show every pipeline's guarantee, position, lag, open transactions, last audit; exit code 1 if one needs you.",
+    ),
+    "top": Place("status", "top", "Show the same, again and again; as JSON lines with --output json."),
+    "watch": Place(
+        "status",
+        "watch",
+        "Print each problem when it appears and when it has ended, and report it to the webhook of its "
+        "pipeline's file.",
+    ),
+    "metrics": Place(
+        "status",
+        "metrics",
+        "Metrics for Prometheus, asked from ledgers, sinks and sources at each scrape; no driver need run.",
+    ),
+    "report": Place(
+        "status", "report", "Write pipelines as one HTML file: problems, batches by step, open transactions, audits."
+    ),
+    "ui": Place(
+        "status", "ui", "Serve the same page, with buttons that end transactions; it loads itself again every 5 s."
+    ),
+    "init": Place("example", "init", "Write a ready-to-run example: a log of orders into SQLite, no server needed."),
+    "plan": Place(
+        "run",
+        "plan",
+        "Show a pipeline's steps and the assumptions of its guarantee, or why it is refused (exit code 2).",
+    ),
+    "adopt": Place(
+        "run",
+        "adopt",
+        "Start a pipeline where another job stopped: show where, and with --yes keep it in the new checkpoint.",
+    ),
+    "run": Place("run", "run", "Run a pipeline until it is stopped; SIGTERM or Ctrl-C lets the running batch finish."),
+    "receive": Place(
+        "run",
+        "receive",
+        "Receive a queue into the durable log of a pipeline's source until stopped: persist, then acknowledge.",
+    ),
+    "doctor": Place(
+        "doctor", "doctor", "Check this machine for what a pipeline needs; every problem comes with its next step."
+    ),
+    "verify": Place(
+        "lab", "verify", "Inject faults at every failure point and judge from outside whether the guarantee held."
+    ),
+    "evidence": Place(
+        "evidence",
+        "evidence_app",
+        "`delivered evidence PIPELINE.yaml` writes a pipeline's seals into one file; `check` checks such a file.",
+    ),
+    "transactions": Place("operate", "transactions_app", "List and end a pipeline's open transactions at its sink."),
+    "dead-letters": Place(
+        "operate", "dead_letters_app", "List a pipeline's dead letters, write them again, or drop them."
+    ),
+    "letters": Place(
+        "operate", "dead_letters_app", "List a pipeline's dead letters, write them again, or drop them.", hidden=True
+    ),
+    "sagas": Place("operate", "sagas_app", "Run sagas, list them, and resolve stuck ones."),
+    "brokers": Place("lab", "brokers_app", "Start and stop real servers for development, on 127.0.0.1."),
+}
+
+
+class _Loading(Mapping[str, Any]):
+    """Commands by name, each imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        place = COMMANDS[name]
+        from delivered.cli.command import Commands
+
+        found = getattr(import_module(f"delivered.cli.{place.module}"), place.name)
+        alone = Commands(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        alone.callback()(lambda: None)  # makes it a group
+        if isinstance(found, typer.Typer):
+            alone.add_typer(found, name=name, hidden=place.hidden)
+        else:
+            alone.command(name)(found)
+        return typer.main.get_command(alone).commands[name]  # type: ignore[attr-defined]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class _Group(TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Loading()  # type: ignore[assignment]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        del ctx
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        loading = self.commands
+        self.commands = {n: TyperCommand(n, help=p.help, hidden=p.hidden) for n, p in COMMANDS.items()}
+        super().format_commands(ctx, formatter)
+        self.commands = loading
+
+
+app = typer.Typer(
+    cls=_Group,
     help="Delivery guarantees for PySpark Structured Streaming: choose, explain, run, audit.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(evidence_app, name="evidence")
-app.add_typer(transactions_app, name="transactions")
-app.add_typer(dead_letters_app, name="dead-letters")
-app.add_typer(dead_letters_app, name="letters", hidden=True)  # short for it
-app.add_typer(sagas_app, name="sagas")
-app.add_typer(brokers_app, name="brokers")
-for function in (
-    *(audit, replay, rebuild, explain.explain),
-    *(status.status, status.top, status.watch, status.metrics, status.report, status.ui),
-    *(init, plan, adopt, run, receive, doctor, verify),
-):
-    app.command()(function)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        say(f"delivered {installed_version('delivered')}")
+        from importlib.metadata import version
+
+        typer.echo(f"delivered {version('delivered')}")
         raise typer.Exit
 
 

@@ -595,6 +595,9 @@ def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
     # Processes started from here on inherit the mask: the JVM and its workers finish their batch on Ctrl-C, which the
     # terminal sends to all of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    logging.getLogger(
+        "SQLQueryContextLogger"
+    ).disabled = True  # PySpark's: the error again, as 8,000 characters of JSON
     try:
         with _stderr_to(path):
             spark = new_session(pipeline)

@@ -1,0 +1,42 @@
+"""What a command does not need is not imported: `--help` and an explanation answer at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from delivered.cli.main import COMMANDS, app
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ours_max", "never"),
+    [
+        (["--help"], 4, ("delivered.entry", "delivered.model", "rich", "pyarrow", "numpy", "pydantic", "yaml")),
+        (["pln"], 4, ("delivered.entry", "delivered.model", "pyarrow")),
+        (["explain", "TOPIC_MISSING"], 40, ("delivered.entry", "delivered.pipeline", "pyspark")),
+    ],
+)
+def test_modules_that_a_command_imports(arguments: list[str], ours_max: int, never: tuple[str, ...]) -> None:
+    code = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: sys.stderr.write('\\nLOADED ' + ' '.join(sys.modules)))\n"
+        "from delivered.cli.main import app\n"
+        f"app({arguments!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    loaded = done.stderr.rpartition("LOADED ")[2].split()
+    assert "typer" in loaded, done.stderr
+    assert not set(never) & set(loaded)
+    assert len([m for m in loaded if m.partition(".")[0].startswith("delivered")]) <= ours_max
+
+
+def test_the_list_of_commands_says_what_each_says_itself() -> None:
+    group = typer.main.get_command(app)
+    assert list(group.commands) == list(COMMANDS)  # type: ignore[attr-defined]
+    for name, place in COMMANDS.items():
+        command = group.commands[name]  # type: ignore[attr-defined]
+        assert (command.name, command.hidden) == (name, place.hidden)
+        assert command.get_short_help_str(400) == place.help, name
