@@ -27,7 +27,8 @@ from delivered.machine import java_home
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.work import Promise
+from delivered.model.identity import Scope, Work
+from delivered.model.work import Ok, Prepared, Promise
 from delivered.pipeline.registry import find_sink
 from delivered_lab import brokers
 from delivered_lab.brokers import pulsar as server
@@ -149,6 +150,42 @@ def test_roles_do_what_they_may_over_tls(guarded: Pulsar, tmp_path: Path) -> Non
     written(into, batch)
     found = read_all(source(place(guarded, "reader"), typed, schema="topic"))
     assert found.column("value").to_pylist() == [{"id": 1}]
+
+
+def test_transactions_need_a_right_on_their_coordinators(guarded: Pulsar, tmp_path: Path) -> None:
+    """Consume on pulsar/system; over TLS, with a token."""
+    topic = guarded.topic(2)
+    into = sink(tmp_path, place(guarded, "both"), topic)
+    work = Work(Scope("p", "s", "i"), 0, 0)
+
+    def prepared() -> Prepared:
+        task = into.writer(work, Guarantee.EXACTLY_ONCE, SCHEMA)
+        try:
+            task.stage(rows(50))
+            return Prepared.of(work, Fingerprint(), task.prepare(Fingerprint()))
+        finally:
+            task.abort()
+
+    with pytest.raises(UsageError, match="NOT_PERMITTED"):
+        prepared()
+    guarded.admin("POST", "namespaces/pulsar/system/permissions/both", ["consume"])
+    shard = wait_until(prepared)
+    committer = into.committer(work.scope)
+    assert committer.commit(work, shard) == Ok(None)
+    assert committer.was_committed(work, shard)
+    assert read_all(source(place(guarded, "reader"), topic)).num_rows == 50
+
+
+def wait_until(permitted: Callable[[], Any]) -> Any:
+    """Brokers learn of a grant a moment later."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return permitted()
+        except UsageError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,24 @@ import pyarrow as pa
 import pytest
 from tests.broker.send_help import killed_and_started_again
 from tests.support.pulsar import sink
+from tests.support.scans import scanned
 from tests.support.servers import Pulsar
 from tests.support.sinks import SHARDS, Rig, alone, offsets
 
 from delivered.connectors.pulsar.journal import SUBSCRIPTION, Topic
 from delivered.connectors.pulsar.transactions import Transaction, markers_topic, opened_topic
+from delivered.connectors.sqlite import CONNECTOR as SQLITE
+from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
+from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
+from delivered.engine.sinks import Sinks
+from delivered.model.capability import Guarantee
 from delivered.model.errors import OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
+from delivered.model.identity import Scope
 from delivered.model.rows import Rows
-from delivered.model.work import Action, Failed, Ok, ShardMessage
+from delivered.model.work import Action, CheckpointView, Failed, Ok, Owner, ShardMessage
 
 
 class Reader:
@@ -134,6 +141,10 @@ def test_a_decided_batch_is_applied_by_the_next_start(rig: Rig, reader: Reader, 
     assert reader.values() == expected(rig, 0)
 
 
+def rows_of(table: Any) -> int:
+    return sum(batch.num_rows for batch in scanned(table))
+
+
 def dies(*_: Any) -> None:
     raise KeyboardInterrupt
 
@@ -239,6 +250,35 @@ def test_a_shard_without_rows_opens_no_transaction(rig: Rig) -> None:
     none = pa.RecordBatch.from_pylist([], schema=rig.schema)
     message = write_shard(rig.sinks, plan, 0, 0, iter([Rows(none)]), rig.schema)
     assert [p.handle for p in message.participants] == [{}]
+
+
+@pytest.mark.parametrize("decided", [True, False])
+def test_one_decision_covers_pulsar_and_a_database(
+    rig: Rig, reader: Reader, tmp_path: Path, monkeypatch: Any, decided: bool
+) -> None:
+    """SQLite decides, as it cannot prepare. The driver dies right before its transaction, or right after it."""
+    table = SQLITE.sink({"path": str(tmp_path / "out.db"), "table": "orders"})
+    group = Sinks.of([("pulsar", rig.sink, None), ("sqlite", table, None)])
+    scope = Scope(rig.pipeline, group.decider.name, "i0")
+
+    def run(owner: str) -> None:
+        context = Context.open(group, scope, Guarantee.EXACTLY_ONCE, Owner(owner))
+        group.ready_target(rig.schema)
+        plan = plan_batch(context, CheckpointView("i0", 0, offsets(0), None), first=True)
+        shards = [
+            write_shard(group, plan, shard, 0, iter([Rows(rig.rows(0, shard))]), rig.schema) for shard in range(SHARDS)
+        ]
+        commit_batch(context, 0, offsets(0), shards)
+
+    monkeypatch.setattr("delivered.engine.decide." + ("_apply" if decided else "_decide"), dies)
+    with pytest.raises(KeyboardInterrupt):
+        run("first")
+    monkeypatch.undo()
+    assert reader.values() == Counter()
+    assert rows_of(table) == (expected(rig, 0).total() if decided else 0)
+    run("second")
+    assert reader.values() == expected(rig, 0)
+    assert rows_of(table) == expected(rig, 0).total()
 
 
 @pytest.mark.matrix
