@@ -97,9 +97,10 @@ def _table(connection: psycopg.Connection[Any], options: PostgresOptions, guaran
     if found is None:
         if not options.create:
             tables = connection.execute(
-                "SELECT relname FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace "
-                "WHERE relkind IN ('r', 'p') AND nspname = coalesce(%s, current_schema()) LIMIT 10000",
-                [options.schema],
+                "SELECT relname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
+                "WHERE relkind IN ('r', 'p') AND nspname <> %s AND left(nspname, 3) <> 'pg_' "
+                "AND CASE WHEN %s::text IS NULL THEN pg_table_is_visible(c.oid) ELSE nspname = %s END LIMIT 10000",
+                [options.ledger_schema, options.schema, options.schema],
             )
             raise missing_at_server(options, [str(name) for (name,) in tables])
         yield from _may_create(connection, options)
