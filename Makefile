@@ -108,7 +108,7 @@ verify: setup ## every failure point, every guarantee, every sink, judged from o
 		--source pulsar --source rabbitmq_stream --source rabbitmq --source activemq --source rocketmq
 	$(BIN)/delivered verify --stored docs/verified.json --resume
 
-spark-versions: setup ## a slice of the tests on Spark 4.0 to 4.3, into docs/spark-versions.json; two hours
+spark-versions: setup ## a slice of the tests on Spark 3.5 to 4.3, into docs/spark-versions.json; two hours
 	$(BIN)/python -m tools.spark_versions
 
 fuzz: setup ## decoders of foreign bytes with mutated seeds; those in C under sanitizers; five minutes
