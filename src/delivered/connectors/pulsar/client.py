@@ -13,7 +13,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -148,6 +148,11 @@ _REDIRECTS_MAX = 5
 
 _DETAIL_MAX = 200
 
+_COORDINATOR_SETTING = "transactionCoordinatorEnabled"
+
+_RECOVERED = ("Ready", "NoSnapshot")
+"""States of a topic's transactions in which its broker knows which are open."""
+
 _PARTITIONS_MAX = 100_000
 
 _ANSWER_BYTES_MAX = 64 << 20
@@ -160,12 +165,14 @@ class Bounds:
 
     Attributes:
         ledgers: (id, number of entries) of the retained ones, oldest first.
-        last: the last entry that a reader receives.
+        last: up to which readers receive entries now: before the first open transaction.
+        stored: the last entry.
         cursors: subscription -> its mark-delete position.
     """
 
     ledgers: tuple[tuple[int, int], ...]
     last: Position
+    stored: Position
     cursors: Mapping[str, Position]
 
 
@@ -223,6 +230,10 @@ class Missing(Exception):
 
 class NotPlaced(Unreachable):
     """A broker could not store a subscription's cursor; retriable."""
+
+
+class TransactionsOff(Exception):
+    """The brokers have no transaction coordinator."""
 
 
 class Existing(DeliveredError):
@@ -303,7 +314,27 @@ class Admin:
             raise self._missing(physical) from None
         if dispatchable.entry >= 0 and dispatchable.order < confirmed.order:
             confirmed = dispatchable
-        return Bounds(tuple(ledgers), confirmed, cursors)
+        stable = self._stable(physical)
+        last = confirmed if stable is None else min(confirmed, _entry_at(stable, ledgers), key=lambda p: p.order)
+        return Bounds(tuple(ledgers), last, confirmed, cursors)
+
+    def _stable(self, physical: str) -> Position | None:
+        """Before the first open transaction, which lastMessageId does not stop at; None: there are no transactions.
+
+        A broker that has just loaded the topic does not know it yet: waits for it.
+        """
+        path = "/admin/v3/transactions/transactionBufferStats/" + self._path(physical).partition("/persistent/")[2]
+        deadline = time.monotonic() + SOURCE_PATIENCE_S
+        while True:
+            try:
+                state, position = self._read(path, _stable_position)
+            except (Missing, TransactionsOff):
+                return None
+            if state in _RECOVERED:
+                return position
+            if time.monotonic() > deadline:
+                raise self._unreachable(f"of {path}: the transactions of the topic are {state}")
+            time.sleep(_PAUSE_S)
 
     def entry(self, physical: str, ledger: int, entry: int) -> Entry | None:
         """Contents of an entry; None: it no longer exists."""
@@ -444,6 +475,8 @@ class Admin:
             )
         if code == 409:
             return Existing("PULSAR_ADMIN", admin_url=self._options.admin_url, number=code, url=url, detail=detail)
+        if code == 503 and _COORDINATOR_SETTING in detail:
+            return TransactionsOff(detail)
         if code >= 500:
             return self._unreachable(f"{code} {detail}")
         if code == 412 and ("unable to persist" in detail or "fence subscription" in detail):
@@ -470,6 +503,18 @@ def _position(answer: JsonAnswer, name: str) -> Position:
         return Position.from_text(text)
     except ValueError:
         raise UnexpectedAnswer(f"{name} is {ascii(text)[:_DETAIL_MAX]}, not the position of a message") from None
+
+
+def _stable_position(answer: JsonAnswer) -> tuple[str, Position]:
+    return answer.take("state", str), _position(answer, "maxReadPosition")
+
+
+def _entry_at(position: Position, ledgers: Sequence[tuple[int, int]]) -> Position:
+    """The last entry up to a position, which may lie before the first one of its ledger."""
+    if position.entry >= 0:
+        return position
+    before = [Position(ledger, count - 1) for ledger, count in ledgers if ledger < position.ledger and count]
+    return before[-1] if before else position
 
 
 def _message_id(answer: JsonAnswer) -> Position:

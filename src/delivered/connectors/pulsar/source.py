@@ -304,7 +304,7 @@ class PulsarDriver(SourceDriver):
 
     def _existing(self, where: Where, partition: Partition, position: Position, bounds: Bounds) -> Position:
         """Reject a position of the user's that does not exist."""
-        beyond = position.order[:2] > bounds.last.order[:2]
+        beyond = position.order[:2] > bounds.stored.order[:2]
         if self._options.fail_on_data_loss and (beyond or is_deleted(position, bounds)):
             first = bounds.ledgers[0][0] if bounds.ledgers else "none"
             raise UsageError(
@@ -338,8 +338,10 @@ class PulsarDriver(SourceDriver):
                     f"{name} has ledgers from {first}; messages after {position}, the position of this stream, "
                     "were deleted, or the topic was"
                 )
-            elif position.order[:2] > snapshot[partition].last.order[:2] and position.entry >= 0:
-                self._lost(f"{name} ends at {snapshot[partition].last}, before {position}, the position of this stream")
+            elif position.order[:2] > snapshot[partition].stored.order[:2] and position.entry >= 0:
+                self._lost(
+                    f"{name} ends at {snapshot[partition].stored}, before {position}, the position of this stream"
+                )
         for partition in snapshot:
             at[partition] = before.get(partition, START)
         return at
@@ -437,7 +439,9 @@ def _nth(pieces: Sequence[tuple[int, int, int]], number: int) -> tuple[int, int]
     raise IndexError(number)
 
 
-_POLL_MS = 500
+_FIRST_POLL_MS, _POLL_MS = 16, 500
+"""How long a message is waited for, before it is asked whether there will be one: ranges often end with the marker of a
+transaction, which readers do not receive."""
 _BATCH_BYTES = 16 << 20
 _QUEUE = 2_000
 _CHUNK_BACK_MAX = 10_000
@@ -527,20 +531,20 @@ class _Reading:
         ledger, entry = self._pieces[0][:2]
         first = _id(ledger, entry)
         stop_index = self._end.index
-        waited_s = 0.0
+        waited_s, poll_ms = 0.0, _FIRST_POLL_MS
         with _reader(self._options, self._topic, first, inclusive=True) as reader:
             while True:
                 asked = time.monotonic()
-                message = _next(reader)
+                message = _next(reader, poll_ms)
                 if message is None:
-                    waited_s += time.monotonic() - asked
+                    waited_s, poll_ms = waited_s + time.monotonic() - asked, min(2 * poll_ms, _POLL_MS)
                     yield from self._account((self._end.ledger, self._end.entry + 1))
                     if self._done():
                         return
                     if waited_s > SOURCE_PATIENCE_S:
                         raise self._stalled()
                     continue
-                waited_s = 0.0
+                waited_s, poll_ms = 0.0, _FIRST_POLL_MS
                 id_ = message.message_id()
                 place = (id_.ledger_id(), id_.entry_id(), id_.batch_index())
                 if place <= self._seen:
@@ -686,9 +690,9 @@ def _id(ledger: int, entry: int) -> Any:
     return library.MessageId.deserialize(library.MessageId(-1, ledger, entry, -1).serialize())
 
 
-def _next(reader: Any) -> Any:
+def _next(reader: Any, timeout_ms: int = _POLL_MS) -> Any:
     """The next message, or None after a time-out."""
     try:
-        return reader.read_next(_POLL_MS)
+        return reader.read_next(timeout_ms)
     except pulsar().Timeout:
         return None
