@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from delivered.clients.pulsar.cluster import Cluster
@@ -50,6 +50,15 @@ class Coordinators:
         if not self._count:
             raise Rejected(Error.NOT_ALLOWED, "the brokers have no transaction coordinator")
         return self._count
+
+    def load(self, coordinators: Iterable[int], deadline: float) -> None:
+        """Make the brokers load these: their admin interface knows no others.
+
+        Raises:
+            NoAnswer, Rejected, ssl.SSLError
+        """
+        for coordinator in coordinators:
+            self._patiently(lambda: self._at(coordinator, deadline), deadline)  # noqa: B023 - called at once
 
     def begin(self, number: int, ttl_s: float, deadline: float) -> TransactionId:
         """Open a transaction.

@@ -195,6 +195,22 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Opened:
+    """
+    Attributes:
+        state: OPEN, COMMITTING, ABORTING ...
+        started_ms: since 1970.
+        timeout_ms: its time to live.
+        topics: full names of the partitions that it wrote to.
+    """
+
+    state: str
+    started_ms: int
+    timeout_ms: int
+    topics: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Policies:
     """
     Attributes:
@@ -384,6 +400,25 @@ class Admin:
             )
         except Missing:
             return None
+
+    def version(self) -> tuple[int, int] | None:
+        """Of a broker: (4, 0); None: it does not say, as in a build of one's own."""
+        found = re.match(rb"(\d+)\.(\d+)", self._ask("GET", "/admin/v2/brokers/version")[1])
+        return None if found is None else (int(found[1]), int(found[2]))
+
+    def transaction(self, most: int, least: int) -> Opened | None:
+        """A transaction that has not ended; None: its coordinator does not know it. The coordinator must be loaded."""
+
+        def read(answer: JsonAnswer) -> Opened:
+            topics = sorted(answer.take("producedPartitions", dict, {}))
+            started, timeout = answer.number("openTimestamp", 0), answer.number("timeoutAt", 0)
+            return Opened(answer.take("status", str), started, timeout, tuple(topics))
+
+        try:
+            found = self._read(f"/admin/v3/transactions/transactionMetadata/{most}/{least}", read)
+        except Missing:
+            return None
+        return None if found.state in ("COMMITTED", "ABORTED") else found
 
     def consumers(self, physical: str, subscription: str) -> int:
         """Number of connected consumers."""

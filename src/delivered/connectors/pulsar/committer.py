@@ -10,21 +10,24 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from delivered.clients.pulsar.transactions import Coordinators
+from delivered.clients.pulsar.transactions import Coordinators, TransactionId
 from delivered.connectors.pulsar import PulsarSinkOptions
+from delivered.connectors.pulsar.client import Opened
 from delivered.connectors.pulsar.journal import SUBSCRIPTION, Topic
-from delivered.connectors.pulsar.positions import START, Position
+from delivered.connectors.pulsar.positions import START, Position, short_name
 from delivered.connectors.pulsar.transactions import (
+    CLIENT_ERRORS,
     Marker,
     Transaction,
     cluster,
     ensure_topics,
+    explained_client,
     markers_topic,
     opened_topic,
     soon,
 )
-from delivered.contract.sink import Committer, Shards
-from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
+from delivered.contract.sink import Committer, OpenTransaction, Shards
+from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.identity import Scope, Work
 from delivered.model.work import Failed, Ok, Outcome, Prepared, Unknown
 
@@ -90,10 +93,7 @@ class PulsarCommitter(Committer):
         opened = Topic(self._options, opened_topic(self._options, self._scope))
         aborted = 0
         try:
-            if (bounds := opened.bounds()) is None:
-                return Ok(0)
-            start = bounds.cursors.get(SUBSCRIPTION, START)
-            recorded = [(at, m) for at, data in opened.messages(start) if (m := Marker.from_json(data))]
+            recorded = self._recorded(opened)
             held = {k.id for k in kept}
             orphans = [m.transaction for _, m in recorded if m.transaction not in held]
             for at in range(0, len(orphans), _ABORTED_AT_ONCE):
@@ -113,6 +113,35 @@ class PulsarCommitter(Committer):
             return Unknown(str(error))
         finally:
             opened.close()
+
+    def _recorded(self, opened: Topic) -> list[tuple[Position, Marker]]:
+        """Records of what was opened, behind the subscription."""
+        if (bounds := opened.bounds()) is None:
+            return []
+        start = bounds.cursors.get(SUBSCRIPTION, START)
+        return [(at, m) for at, data in opened.messages(start) if (m := Marker.from_json(data))]
+
+    def open_transactions(self) -> list[OpenTransaction]:
+        """Of those that tasks recorded, the ones that their coordinators have not ended, oldest first."""
+        opened = Topic(self._options, opened_topic(self._options, self._scope))
+        try:
+            recorded = [m.transaction for _, m in self._recorded(opened)]
+            self._coordinators.load(sorted({t.most for t in recorded}), soon())
+            found = [(t, opened.admin.transaction(*t)) for t in recorded]
+        except CLIENT_ERRORS as error:
+            raise explained_client(error, self._options, "transactions") from None
+        finally:
+            opened.close()
+        shown = [_shown(t, now) for t, now in found if now is not None]
+        return sorted(shown, key=lambda t: t.started_ms or 0)
+
+    def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
+        """See `delivered.contract.sink.Committer`."""
+        found = next((t for t in self.open_transactions() if t.transactional_id == transactional_id), None)
+        if found is None:
+            raise UsageError("TRANSACTION_NOT_OPEN.PULSAR", transactional_id=transactional_id)
+        most, least = map(int, transactional_id.split("-"))
+        return self._coordinators.end(TransactionId(most, least), commit=commit, deadline=soon())
 
     def set_up(self) -> None:
         """See `delivered.contract.sink.Committer`."""
@@ -151,3 +180,14 @@ def _is_its_marker(at: Position, data: bytes, held: Transaction, work: Work) -> 
     found = Marker.from_json(data) if (at.ledger, at.entry) == (held.ledger, held.entry) else None
     own = Marker.of(work, held.id)
     return found is not None and replace(found, attempt=own.attempt, fingerprint=None) == own
+
+
+def _shown(transaction: TransactionId, now: Opened) -> OpenTransaction:
+    return OpenTransaction(
+        f"{transaction.most}-{transaction.least}",
+        now.state,
+        Transaction(transaction.most, transaction.least, "", -1, -1),
+        tuple(short_name(topic) for topic in now.topics),
+        now.started_ms,
+        now.timeout_ms / 1000,
+    )

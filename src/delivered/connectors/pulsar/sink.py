@@ -122,6 +122,10 @@ class PulsarSink(MessageSink):
         check_connection(options, None if known_schema is None else (known_schema.kind, known_schema.text))
         if guarantee is Guarantee.AT_MOST_ONCE and not all(known):
             return [Finding.build("DEDUPLICATION_OFF", refuses=True, only=Guarantee.AT_MOST_ONCE, label=options.label)]
+        if guarantee is Guarantee.EXACTLY_ONCE:
+            from delivered.connectors.pulsar.preflight import check_transactions
+
+            return check_transactions(options, admin)
         return []
 
     def _check_schema(self, schema: pa.Schema) -> None:

@@ -32,7 +32,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.patience import left_s
-from delivered.model.work import Handle, with_format, without_format
+from delivered.model.work import Handle, Prepared, with_format, without_format
 
 _PORT, _PORT_TLS = 6650, 6651
 CLIENT_ERRORS = (NoAnswer, Rejected, TooLong, ssl.SSLError)
@@ -60,6 +60,10 @@ class Transaction(Handle):
     @property
     def id(self) -> TransactionId:
         return TransactionId(self.most, self.least)
+
+    def names(self, prepared: Prepared) -> bool:
+        """By its id alone, which is never used again: a record of its opening knows no marker."""
+        return Transaction.of(prepared).id == self.id
 
 
 def cluster(options: Place) -> Cluster:
