@@ -36,7 +36,7 @@ def test_open_transactions_are_listed_and_ended_by_hand(pulsar: Pulsar, tmp_path
         listed = committer.open_transactions()
         assert listed is not None
         assert [t.state for t in listed] == ["OPEN"] * SHARDS
-        prepared = [p for m in messages for p in m.prepared]
+        prepared = [p for m in messages for p in m.participants]
         assert all(any(t.participant.names(p) for t in listed) for p in prepared)
         assert all(topic in t.targets for t in listed)
         assert {t.timeout_s for t in listed} == {7 * 86_400}
@@ -50,7 +50,7 @@ def test_open_transactions_are_listed_and_ended_by_hand(pulsar: Pulsar, tmp_path
                 committer.end_by_id(ended, commit=True)
     committed = next(t.participant for t in listed if t.transactional_id == first)
     assert isinstance(committed, Transaction)
-    (shard,) = [m.shard for m in messages if any(committed.names(p) for p in m.prepared)]
+    (shard,) = [m.shard for m in messages if any(committed.names(p) for p in m.participants)]
     assert values(read_all(source(pulsar, topic))) == rig.rows(0, shard).column("value").to_pylist()
 
 
@@ -60,8 +60,8 @@ def test_brokers_without_transactions_are_refused_and_read(new_pulsar: Callable[
     topic = pulsar.topic()
     made = sink(tmp_path, pulsar, topic)
     (finding,) = made.preflight(EXACT)
-    assert (finding.code, finding.refuses) == ("DELIVERED_PULSAR_TRANSACTIONS_OFF", True)
-    assert "transactionCoordinatorEnabled=true" in f"{finding.message} {finding.action}"
+    assert (finding.code, finding.refuses, finding.only) == ("PULSAR_TRANSACTIONS_OFF", True, EXACT)
+    assert "transactionCoordinatorEnabled=true" in f"{finding.message} {finding.next_step}"
     assert made.preflight(Guarantee.AT_LEAST_ONCE) == []
     pulsar.send(topic, [b"a"])
     assert values(read_all(source(pulsar, topic))) == [b"a"]
