@@ -278,7 +278,7 @@ def test_pulsar_deletes_what_the_cursor_has_passed_and_nothing_else(
     assert [d.batch for d in found.history()] == list(range(130, 150))
     assert list(found.seals(SINK)) == ["seal 0", "seal 50", "seal 100"]
     found.close()
-    wait_for(lambda: entries() < 100, 60, "Pulsar deletes")
+    wait_for(lambda: entries() < 100, 200, "Pulsar deletes")
     found = open_ledger(sink, scope)
     assert found.look() == state
     found.close()

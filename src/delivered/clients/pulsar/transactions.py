@@ -46,7 +46,11 @@ class Coordinators:
     def count(self, deadline: float) -> int:
         """Raises NoAnswer, Rejected: NOT_ALLOWED if there are none."""
         if not self._count:
-            self._count = self._cluster.partitions(_COORDINATORS, deadline)
+            try:
+                self._count = self._cluster.partitions(_COORDINATORS, deadline)
+            except Rejected as error:
+                if error.code != Error.TOPIC_NOT_FOUND:  # where transactions are off, nothing creates it
+                    raise
         if not self._count:
             raise Rejected(Error.NOT_ALLOWED, "the brokers have no transaction coordinator")
         return self._count
