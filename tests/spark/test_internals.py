@@ -299,7 +299,7 @@ def idle(_: SparkSession, seen: Seen) -> None:
 class Connected:
     """Stands for a session of Spark Connect, which a writer only keeps."""
 
-    dataSource = None  # noqa: N815
+    readStream = None  # noqa: N815
 
 
 CONNECTED: Any = Connected()
