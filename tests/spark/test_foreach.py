@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import sqlite3
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
+from tests.spark.portable_kills import kills
 
 import delivered
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
@@ -26,6 +28,7 @@ from delivered.spark.settings import with_setting
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+    from tests.support.servers import Kafka
 
 QUERY = "5b2f0a52-0c5e-4e4e-9c55-0d1f3a6f7a10"
 WAIT_S = 120.0
@@ -125,3 +128,12 @@ def test_times_are_the_same_in_every_zone(spark: SparkSession, checkpoint: Path,
     ((at,),) = rows(checkpoint)
     seconds = datetime.datetime.fromisoformat(at.replace("Z", "+00:00")).replace(tzinfo=datetime.UTC).timestamp()
     assert seconds == 1795676400.0
+
+
+@pytest.mark.matrix
+def test_kills_at_random(kafka: Kafka, tmp_path: Path) -> None:
+    """Of the process tree, and of the user's process alone. `python -m tests.spark.portable_kills` does more."""
+    topic = kafka.topic(2)
+    found = kills(tmp_path / "job", 12, sys.executable, (kafka.bootstrap, topic))
+    assert (found["exit_code"], found["kills"]) == (0, 12), (tmp_path / "job" / "output").read_text()[-4000:]
+    assert found["damage"] == {"sqlite": (0, 0), "kafka": (0, 0)}, found

@@ -1,4 +1,4 @@
-"""Spark's own Kafka source, with its JARs on the session, into our sink: killed after the decision, and whole."""
+"""Spark's own Kafka source, with its JARs on the session, into our sink: killed after the decision, and audited."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 import yaml
-from benchmarks.cases import SPARK_KAFKA_JARS
 from tests.kafka_tools import produce, read_committed
 
-from delivered_lab.brokers.servers import fetch_jars
+import delivered
+from delivered.audit.evidence import Verdict
 from delivered_lab.supervisor import run
 
 ROWS = 300
 
 
 @pytest.mark.matrix
-def test_the_jvm_source_is_read_exactly_once(kafka: Any, tmp_path: Path) -> None:
-    jars = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, print, transitive=False)
+def test_the_jvm_source_is_read_exactly_once(kafka: Any, spark: Any, spark_kafka_jars: str, tmp_path: Path) -> None:
     source, sink = kafka.topic(2), kafka.topic(2)
     produce(kafka.bootstrap, source, ((f"k{i % 7}".encode(), str(i).encode()) for i in range(ROWS)))
     servers = {"kafka.bootstrap.servers": kafka.bootstrap}
@@ -38,7 +37,7 @@ def test_the_jvm_source_is_read_exactly_once(kafka: Any, tmp_path: Path) -> None
                 "sinks": [{"format": "kafka", **servers, "topic": sink}],
                 "trigger": "available_now",
                 "master": "local[2]",
-                "spark": {"spark.jars": ",".join(str(jar) for jar in sorted(jars.glob("*.jar")))},
+                "spark": {"spark.jars": spark_kafka_jars},
             }
         )
     )  # fmt: skip
@@ -47,3 +46,5 @@ def test_the_jvm_source_is_read_exactly_once(kafka: Any, tmp_path: Path) -> None
     assert (outcome.exit_code, outcome.runs, len(outcome.kills)) == (0, 2, 1)
     found = sorted(int(m.value() or b"-1") for m in read_committed(kafka.bootstrap, sink))
     assert found == list(range(ROWS))
+    report = delivered.Pipeline.from_file(file).audit(spark)
+    assert (report.verdict, report.counts.sent) == (Verdict.HELD, ROWS), str(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from delivered.audit.request import AuditRequest, Recompute, Sealing
@@ -13,6 +14,9 @@ from delivered.model.rows import OnBadRow
 from delivered.pipeline.definition import Definition, grouping_columns
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import as_started
+
+_KAFKA_READS = ("kafka.", "subscribe", "assign", "includeheaders")
+"""How the options of Spark's Kafka source start, in lower case, that say which records it reads."""
 
 
 def request_of(
@@ -31,9 +35,6 @@ def request_of(
         UsageError: one of Spark's own sources.
         Refused: only a recompute can judge this.
     """
-    sparks = next((e for e in pipeline.sources.values() if e.is_spark_own), None)
-    if sparks is not None:
-        raise UsageError("AUDIT_SOURCE", format=sparks.format, system=sparks.system)
     if not recompute and pipeline.output_mode != "append" and chosen.sink().capability().write == APPEND:
         raise Refused("AUDIT_OUTPUT_MODE", output_mode=pipeline.output_mode)
     sinks = pipeline.spec.open()
@@ -42,7 +43,7 @@ def request_of(
         pipeline=pipeline.name,
         guarantee=pipeline.guarantee,
         checkpoint=pipeline.checkpoint,
-        sources={n: e.source().planned() for n, e in as_started(pipeline).items()},
+        sources={n: _readable(e).source().planned() for n, e in as_started(pipeline).items()},
         sink=chosen.sink(),
         sink_name=chosen.name,
         dedup=pipeline.dedup,
@@ -58,6 +59,21 @@ def request_of(
         dead_letters=next((m.name for m in sinks.members if m.dead_letters), None),
         sealing=sealing if sink_from is None else None,
     )
+
+
+def _readable(endpoint: Endpoint) -> Endpoint:
+    """Of Spark's own Kafka source, this package's with the same columns, which reads by the offsets that Spark logged.
+    Options that say when a query reads, and how much, do not matter then.
+
+    Raises:
+        UsageError: another one of Spark's own sources.
+    """
+    if not endpoint.is_spark_own:
+        return endpoint
+    if endpoint.system.lower() != "kafka":
+        raise UsageError("AUDIT_SOURCE", format=endpoint.format, system=endpoint.system)
+    chosen = {k: v for k, v in endpoint.options.items() if k.lower().startswith(_KAFKA_READS)}
+    return replace(endpoint, format="kafka", options=chosen)
 
 
 def _recompute(pipeline: Definition, sink: Endpoint) -> Recompute:

@@ -18,7 +18,6 @@ from delivered.audit.report import AuditReport
 from delivered.audit.request import AuditRequest, Sealing, Transform
 from delivered.audit.seal import Seal
 from delivered.audit.spark.comparison import in_spark
-from delivered.audit.spark.recompute import recompute
 from delivered.checkpoint.folder import read_view
 from delivered.checkpoint.history import audits
 from delivered.contract.sink import Sink
@@ -29,6 +28,7 @@ from delivered.model.rows import OnBadRow, Rows
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import sink_as_started
+from delivered.spark.compat import PYTHON_SOURCES
 from delivered.spark.rows import Failing, apply_transform, own_views, projected
 from delivered.spark.start import ready
 
@@ -140,6 +140,10 @@ def audit(spark: SparkSession, request: AuditRequest, progress: Progress | None 
 
     def run() -> AuditReport:
         if request.recompute is not None:
+            if not PYTHON_SOURCES:
+                raise Refused("SPARK_VERSION.RECOMPUTE", version=spark.version)
+            from delivered.audit.spark.recompute import recompute
+
             return recompute(spark, request, say)
         return account(request, partial(in_spark, spark), say)
 
