@@ -70,7 +70,7 @@ class Job:
         choice = random.Random(number)
         alone = choice.random() < 0.2
         point = choice.choice(POINTS) if choice.random() < 0.6 else ""
-        nth = choice.randint(1, 3)
+        nth = 1 if point.startswith("recover") else choice.randint(1, 3)
         points = self.folder / "points" / str(number)
         points.mkdir(parents=True, exist_ok=True)
         process = self.start(f"{point}#{nth}" if point else "", points)
