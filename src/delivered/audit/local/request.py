@@ -18,6 +18,8 @@ from delivered.pipeline.facts import as_started
 _KAFKA_READS = ("kafka.", "subscribe", "assign", "includeheaders")
 """How the options of Spark's Kafka source start, in lower case, that say which records it reads."""
 
+_ISOLATION = "kafka.isolation.level"
+
 
 def request_of(
     pipeline: Definition,
@@ -63,7 +65,7 @@ def request_of(
 
 def _readable(endpoint: Endpoint) -> Endpoint:
     """Of Spark's own Kafka source, this package's with the same columns, which reads by the offsets that Spark logged.
-    Options that say when a query reads, and how much, do not matter then.
+    Options that say when a query reads, and how much, do not matter then. Spark's default reads aborted records too.
 
     Raises:
         UsageError: another one of Spark's own sources.
@@ -73,6 +75,8 @@ def _readable(endpoint: Endpoint) -> Endpoint:
     if endpoint.system.lower() != "kafka":
         raise UsageError("AUDIT_SOURCE", format=endpoint.format, system=endpoint.system)
     chosen = {k: v for k, v in endpoint.options.items() if k.lower().startswith(_KAFKA_READS)}
+    if not any(k.lower() == _ISOLATION for k in chosen):
+        chosen[_ISOLATION] = "read_uncommitted"
     return replace(endpoint, format="kafka", options=chosen)
 
 
