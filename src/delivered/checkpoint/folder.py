@@ -18,34 +18,72 @@ from typing import Any, TypeVar
 from pyarrow import fs
 
 from delivered.kits.table.store import put, put_first, sync
-from delivered.model.errors import InvariantBroken, Unreachable
+from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
 from delivered.model.identity import SOURCE
 from delivered.model.limits import OFFSETS_BYTES_MAX
 from delivered.model.work import CheckpointView, with_format, without_format
 
 T = TypeVar("T")
-_SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:")
+Store = Mapping[str, str]
+"""How Python opens a location, if Hadoop's settings say so (`hadoop.py`). May hold secrets."""
+SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:")
+_HADOOP = "spark.hadoop."
+_stores: dict[str, Store] = {}
+_settings: dict[str, Mapping[str, str]] = {}
+"""By location, in this process."""
 _STATE_PARTITIONS = "spark.sql.shuffle.partitions"
 """Spark's key in a batch's metadata for the number of state partitions."""
 _OWN_LINES = 2
 """Spark's header lines in an offsets file: version, and metadata with a timestamp that replays keep."""
 
 
+def remember(location: str | None, store: Store) -> None:
+    """From now on, this process opens the location so. An empty store: as its configuration says."""
+    if location is not None and store:
+        _stores[location] = store
+    elif location is not None:
+        _stores.pop(location, None)
+
+
+def remembered(location: str) -> Store:
+    """Empty: nothing is."""
+    return _stores.get(location, {})
+
+
+def configure(location: str, conf: Mapping[str, str]) -> None:
+    """Spark's configuration, for a process that opens the location before a session says how."""
+    _settings[location] = {k.removeprefix(_HADOOP): v for k, v in conf.items() if k.startswith(_HADOOP)}
+
+
+def is_relative(location: str) -> bool:
+    return not location.startswith("/") and not SCHEME.match(location)
+
+
 def open_folder(location: str) -> tuple[fs.FileSystem, str]:
     """File system and path of a checkpoint location in Spark's notation.
 
     Raises:
-        Unreachable: Python has no file system for it.
+        Unreachable: Python has no file system for it, or not with these settings.
     """
-    if not _SCHEME.match(location):
-        return fs.LocalFileSystem(), location
-    uri = re.sub(r"^file:/+", "file:///", location)
-    uri = re.sub(r"^s3[an]:", "s3:", uri)
+    store, settings = remembered(location), _settings.get(location)
     try:
-        filesystem, path = fs.FileSystem.from_uri(uri)
+        if not (store or settings or location.startswith("hdfs:") or "HADOOP_CONF_DIR" in os.environ):
+            return from_uri(location)
+        from delivered.checkpoint.hadoop import hadoop_files, opened, store_of
+
+        return opened(location, store or store_of(location, {**hadoop_files(), **(settings or {})}))
+    except DeliveredError:
+        raise
     except Exception as error:
         raise Unreachable("CHECKPOINT_UNREADABLE.LOCATION", location=location, error=error) from error
-    return filesystem, path
+
+
+def from_uri(location: str) -> tuple[fs.FileSystem, str]:
+    if not SCHEME.match(location):
+        return fs.LocalFileSystem(), location
+    uri = re.sub(r"^file:/+", "file:///", location)
+    found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(re.sub(r"^s3[an]:", "s3:", uri))
+    return found
 
 
 def read_view(location: str) -> CheckpointView:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pyarrow import fs
 
 from delivered.checkpoint import folder
+from delivered.checkpoint.folder import open_folder
 from delivered.contract import build
 from delivered.contract.source import HeldBack, Offsets, Retained, Slice, Source, SourceDriver
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused
@@ -619,7 +620,7 @@ def gather_task_files(location: str, batch: int, start: str, join: Callable[[Seq
 
 
 def _place(location: str) -> tuple[fs.FileSystem, str]:
-    filesystem, path = folder.open_folder(location)
+    filesystem, path = open_folder(location)
     return filesystem, f"{path.rstrip('/')}/{_FOLDER}"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+from delivered.checkpoint.folder import configure
 from delivered.contract.connector import Connector
 from delivered.contract.source import Offsets
 from delivered.model.capability import Guarantee
@@ -263,6 +264,7 @@ class Definition:
         self.audit_by = {k: v for k, v in (audit or {}).items() if k in AuditEntry.model_fields}
         self.audit_every = Cadence.of(audit or {})
         self.conf = {k: as_text(k, v) for k, v in (conf or {}).items()}
+        configure(self.checkpoint, self.conf)
         self.master, self.new_checkpoint = master, new_checkpoint
         self.missing_ledger, self.new_target, self.lost_records = missing_ledger, new_target, lost_records
         self.on_bad_row = _on_bad_row(on_bad_row, dead_letter)

@@ -22,6 +22,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pyarrow as pa
 
+from delivered.checkpoint.folder import Store, remember
 from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets
 from delivered.engine.sinks import Columns, Sinks
@@ -36,7 +37,7 @@ from delivered.pipeline.registry import find_sink
 OPTION = "delivered.spec.secret"
 """Holds the envelope. The name makes Spark redact its value, which contains the sinks' options."""
 
-VERSION = 3
+VERSION = 4
 """Version of the envelope. Client and server of Spark Connect may run different releases."""
 
 PIPELINE_OPTIONS = OptionTable(
@@ -114,6 +115,7 @@ class StartCheck:
 
     columns: Mapping[str, Any]
     output_mode: str
+    store: Store = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class PipelineSpec:
         batch: this write is that batch of a query with `foreachBatch`; None: it is a stream, or a run.
         one_of_each: a key of an upsert without version occurs once in a batch.
         rejects: tasks may store records that cannot be decoded in the checkpoint.
+        store: how Python opens the checkpoint.
     """
 
     pipeline: str
@@ -148,6 +151,7 @@ class PipelineSpec:
     batch: int | None = None
     one_of_each: bool = False
     rejects: bool = False
+    store: Store = field(default_factory=dict)
 
     def open(self) -> Sinks:
         """
@@ -219,8 +223,11 @@ class PipelineSpec:
         else:
             spec = _from_options(system, rest)
             if isinstance(content, IdiomStart):
-                spec = replace(spec, start=content.id)
+                spec = replace(spec, start=content.id, store=content.store)
+            elif isinstance(content, StartCheck):
+                spec = replace(spec, store=content.store)
         _refuse_async(options, spec.guarantee)
+        remember(spec.checkpoint, spec.store)
         return replace(spec, sender=sender)
 
 
@@ -262,6 +269,7 @@ class Reading:
         rejects: records that cannot be decoded do not fail the read.
         raw: a source that decodes records passes on their bytes too.
         ends: nothing is read beyond what is there at the first request.
+        store: how Python opens the checkpoint.
     """
 
     checkpoint: str | None = None
@@ -274,6 +282,7 @@ class Reading:
     rejects: bool = False
     raw: bool = False
     ends: bool = False
+    store: Store = field(default_factory=dict)
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> tuple[Reading, dict[str, str]]:
@@ -281,6 +290,7 @@ class Reading:
         content = Envelope.decode(options)
         rest = {k: v for k, v in options.items() if k.lower() not in (OPTION, CHECKPOINT.lower())}
         if isinstance(content, Reading):
+            remember(content.checkpoint, content.store)
             return content, rest
         return cls(next((v for k, v in options.items() if k.lower() == CHECKPOINT.lower()), None)), rest
 
@@ -290,6 +300,7 @@ class IdiomStart:
     """A start in the Spark idiom, whose options hold everything else. See `PipelineSpec.start`."""
 
     id: str
+    store: Store = field(default_factory=dict)
 
 
 _CONTENTS: dict[str, type] = {"write": PipelineSpec, "read": Reading, "idiom": IdiomStart, "check": StartCheck}

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,8 @@ import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import SparkSession
 
+from delivered.checkpoint.folder import Store, is_relative, remember
+from delivered.checkpoint.hadoop import store_of
 from delivered.contract.source import Finding
 from delivered.engine.owner import new_owner
 from delivered.model.capability import Guarantee
@@ -28,7 +31,16 @@ from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.pipeline.spec import Sender
 from delivered.spark import parsed
 from delivered.spark.compat import LOCAL_SOCKETS
-from delivered.spark.internals import Setting, from_arrow, is_connect, is_deterministic, jvm_of, sql_error, to_arrow
+from delivered.spark.internals import (
+    Setting,
+    from_arrow,
+    hadoop_settings,
+    is_connect,
+    is_deterministic,
+    jvm_of,
+    sql_error,
+    to_arrow,
+)
 from delivered.spark.rows import apply_transform, own_views, projected
 
 log = logging.getLogger(__name__)
@@ -158,6 +170,20 @@ def _invalid(error: Any, sql: str, sources: Mapping[str, pa.Schema]) -> UsageErr
         suggested=problem.suggested,
         views=views,
     )
+
+
+def checkpoint_store(spark: SparkSession, location: str) -> Store:
+    """How Python opens a checkpoint as this session does; this process remembers it.
+
+    Raises:
+        Refused: it is relative, to a folder that is not known here.
+        Unreachable: the session opens it in a way that Python has not.
+    """
+    if is_connect(spark) and is_relative(location):
+        raise Refused("CHECKPOINT_RELATIVE.CONNECT", location=location, absolute=str(Path(location).absolute()))
+    store = store_of(location, hadoop_settings(spark, location))
+    remember(location, store)
+    return store
 
 
 def check_executors(spark: SparkSession, options: Mapping[str, str]) -> None:

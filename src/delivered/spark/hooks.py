@@ -31,6 +31,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from delivered.checkpoint.folder import Store, remembered
 from delivered.model.errors import Refused
 from delivered.model.translate import from_our_code, translated, worker_death
 from delivered.pipeline.endpoint import Endpoint
@@ -38,7 +39,7 @@ from delivered.pipeline.registry import PREFIX, connector
 from delivered.pipeline.spec import CHECKPOINT, OPTION, Envelope, IdiomStart, Reading, StartCheck
 from delivered.source import spark_metrics
 from delivered.spark import internals
-from delivered.spark.check import check_executors
+from delivered.spark.check import check_executors, checkpoint_store
 from delivered.spark.compat import ADMITS, PYTHON_SOURCES, stop_when_read
 from delivered.spark.internals import FORMAT_NOT_FOUND, PYTHON_STREAM, StreamWrite, make_active, session_of
 from delivered.spark.settings import same_shards, unadapted, unadapted_stream
@@ -218,10 +219,12 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         spark, write = session_of(self), _write(self)
         if write is not None and _is_idiom(write):
             _check_sources(self)
-            _check(spark, write)
+            checkpoint = _option(write.options, CHECKPOINT)
+            store = checkpoint_store(spark, checkpoint) if checkpoint is not None else {}
+            _check(spark, write, store)
             check_executors(spark, write.options)
-            self.option(OPTION, Envelope(IdiomStart(uuid.uuid4().hex)).encode())
-            _pass_checkpoint(self, write)
+            self.option(OPTION, Envelope(IdiomStart(uuid.uuid4().hex, store)).encode())
+            _pass_checkpoint(self, write, store)
         ends = write is not None and _read_to_its_end(self, write)
         if ends:
             self.trigger(processingTime="0 seconds")
@@ -282,11 +285,11 @@ def _option(options: Mapping[str, str], name: str) -> str | None:
     return next((v for k, v in options.items() if k.lower() == name.lower()), None)
 
 
-def _check(spark: Any, write: StreamWrite) -> None:
+def _check(spark: Any, write: StreamWrite, store: Store) -> None:
     """Check on the driver, which may be remote to a Connect client: `schema` of a data source runs there eagerly."""
     reader = spark.read.format(write.format).options(**write.options)
     try:
-        check = StartCheck(json.loads(write.columns()), write.output_mode.lower())
+        check = StartCheck(json.loads(write.columns()), write.output_mode.lower(), store)
         reader.option(OPTION, Envelope(check).encode()).load()
     except Exception as error:
         ours = translated(error)
@@ -328,13 +331,17 @@ def _read_to_its_end(writer: Any, write: StreamWrite) -> bool:
                 raise Refused("AVAILABLE_NOW_LIMIT", version=session_of(writer).version, source=name, rows=rows)
             checkpoint = reading.checkpoint or _option(write.options, CHECKPOINT)
             internals.set_source_option(
-                writer, OPTION, Envelope(replace(reading, checkpoint=checkpoint, ends=True)).encode()
+                writer,
+                OPTION,
+                Envelope(
+                    replace(reading, checkpoint=checkpoint, ends=True, store=remembered(checkpoint or ""))
+                ).encode(),
             )
             return True
     return False
 
 
-def _pass_checkpoint(writer: Any, write: StreamWrite) -> None:
+def _pass_checkpoint(writer: Any, write: StreamWrite, store: Store) -> None:
     """Pass the query's checkpoint, which Spark hides from Python sources, to our source.
 
     The source keeps the start of batch 0 and its offset metadata there (`checkpoint/`). Queries with several sources
@@ -347,6 +354,8 @@ def _pass_checkpoint(writer: Any, write: StreamWrite) -> None:
         sources = internals.stream_sources(writer)
         if len(sources) == 1 and sources[0][0].startswith(PREFIX) and _option(sources[0][1], CHECKPOINT) is None:
             internals.set_source_option(writer, CHECKPOINT, checkpoint)
+            if store:
+                internals.set_source_option(writer, OPTION, Envelope(Reading(checkpoint, store=store)).encode())
     except Exception as error:
         log.warning(
             "cannot pass the query's checkpoint to the source on this PySpark (%s): a source that was recreated while "

@@ -187,6 +187,27 @@ def session_of(holder: Any) -> Any:
     return next((c for c in candidates if hasattr(c, "readStream")), holder)
 
 
+@_touches(
+    "sessionState.newHadoopConf, Configuration.getPropsWithPrefix and getPassword",
+    "Python opens a checkpoint in S3 or HDFS with other settings than Spark",
+)
+def hadoop_settings(spark: Any, location: str) -> dict[str, str]:
+    """Hadoop's settings by which a session opens a location. Over Spark Connect, only those of Spark's configuration."""
+    from delivered.checkpoint.hadoop import S3A, SECRETS, prefixes
+
+    if is_connect(spark):
+        prefix = "spark.hadoop."
+        return {k.removeprefix(prefix): v for k, v in spark.conf.getAll.items() if k.startswith(prefix)}
+    conf = spark._jsparkSession.sessionState().newHadoopConf()
+    settings = {"fs.defaultFS": str(conf.get("fs.defaultFS", ""))}
+    for prefix in prefixes(location, settings):
+        settings |= {prefix + k: str(v) for k, v in dict(conf.getPropsWithPrefix(prefix)).items()}
+        for name in SECRETS if prefix == S3A else ():
+            if (secret := conf.getPassword(name)) is not None:  # of a key store, or as it stands
+                settings[name] = "".join(secret)
+    return settings
+
+
 # Schemas and pickling.
 
 

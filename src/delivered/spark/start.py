@@ -20,7 +20,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
 from delivered.checkpoint import sidecar
-from delivered.checkpoint.folder import logged
+from delivered.checkpoint.folder import logged, remembered
 from delivered.checkpoint.sidecar import keep_decider, keep_removed
 from delivered.contract.source import COORDINATES, Offsets, Source
 from delivered.engine.transform import Direct
@@ -34,7 +34,7 @@ from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import for_start, unfit_for_unfinished
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, Drain, Envelope, PipelineSpec, Reading
-from delivered.spark.check import check_executors, sender_of, unfit_version
+from delivered.spark.check import check_executors, checkpoint_store, sender_of, unfit_version
 from delivered.spark.compat import ADMITS, PYTHON_SOURCES, start_available_now
 from delivered.spark.foreach import save_batch
 from delivered.spark.internals import (
@@ -144,6 +144,7 @@ def ready(pipeline: Definition, chosen: SparkSession | None) -> SparkSession:
     if not is_registered(spark):
         prepare(spark)
     make_active(spark)
+    checkpoint_store(spark, pipeline.checkpoint)
     return spark
 
 
@@ -196,7 +197,7 @@ def _query(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streaming
 
 
 def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> StreamingQuery:
-    spec = replace(pipeline.spec, start=uuid.uuid4().hex)
+    spec = replace(pipeline.spec, start=uuid.uuid4().hex, store=remembered(pipeline.checkpoint))
     check_executors(spark, {"guarantee": spec.guarantee.value})
     endpoints = for_start(pipeline)
     sources = {n: None if e.is_spark_own else e.source().planned() for n, e in endpoints.items()}
@@ -219,6 +220,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streami
         rejects=spec.rejects,
         raw=spec.rejects and pipeline.transform.isolates,
         ends=ends and not ADMITS,
+        store=spec.store,
     )
     read = {
         n: _read(spark, replace(reading, source=n, until=pipeline.until.get(n)), e).load() for n, e in endpoints.items()
