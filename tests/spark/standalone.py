@@ -14,6 +14,7 @@ import tenacity
 from delivered.machine import java_home
 
 SPARK_HOME = Path(pyspark.__file__).parent
+_DEPLOY = "org.apache.spark.deploy"
 
 
 def free_port() -> int:
@@ -38,18 +39,41 @@ def kill_tree(process: psutil.Process) -> None:
     psutil.wait_procs(tree, 30)
 
 
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
 class Standalone:
     """Context manager. `env` reaches every process of the cluster, executors and their Python workers included.
 
     Args:
+        cores: of each worker, which has 1 GiB for each.
         several_hosts: each worker has an address of its own. Spark reads shuffle files of a dead executor on the same
             host from its disk, and starts no speculative copy on the host of the first one.
     """
 
     def __init__(
-        self, folder: Path, python: str, env: dict[str, str], workers: int = 2, *, several_hosts: bool = False
+        self,
+        folder: Path,
+        python: str,
+        env: dict[str, str],
+        workers: int = 2,
+        *,
+        cores: int = 1,
+        several_hosts: bool = False,
     ) -> None:
         self.folder = folder
+        self._cores = cores
         self.port = free_port()
         self.url = f"spark://127.0.0.1:{self.port}"
         self._hosts = [f"127.0.0.{1 + n if several_hosts else 1}" for n in range(workers)]
@@ -65,7 +89,7 @@ class Standalone:
         self.workers: list[psutil.Process] = []
 
     def _start(self, name: str, *arguments: str, host: str = "127.0.0.1") -> psutil.Process:
-        log = (self.folder / f"{name}.log").open("w")
+        log = (self.folder / f"{name}.log").open("a")
         return psutil.Popen(
             [str(SPARK_HOME / "bin" / "spark-class"), *arguments],
             env=self._env | {"SPARK_LOCAL_IP": host},
@@ -75,26 +99,34 @@ class Standalone:
         )
 
     def __enter__(self) -> Standalone:
-        kind = "org.apache.spark.deploy"
-        self.master = self._start(
-            "master", f"{kind}.master.Master", "--host", "127.0.0.1", "--port", str(self.port), "--webui-port", "0"
-        )
         try:
-            _wait_for(self.port)
-            for number, host in enumerate(self._hosts):
-                work = self.folder / f"work-{number}"
-                self.workers.append(
-                    self._start(
-                        f"worker-{number}",
-                        *(f"{kind}.worker.Worker", "--host", host, "--webui-port", "0", "--cores", "1"),
-                        *("--memory", "1g", "--work-dir", str(work), self.url),
-                        host=host,
-                    )
-                )
+            self.start_master()
+            self.workers = [self.start_worker(number) for number in range(len(self._hosts))]
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def start_master(self) -> None:
+        """A new one knows neither workers nor applications: the workers register again, the applications end."""
+        self.master = self._start(
+            "master", f"{_DEPLOY}.master.Master", "--host", "127.0.0.1", "--port", str(self.port), "--webui-port", "0"
+        )
+        _wait_for(self.port)
+
+    def start_worker(self, number: int) -> psutil.Process:
+        host = self._hosts[number]
+        return self._start(
+            f"worker-{number}",
+            *(f"{_DEPLOY}.worker.Worker", "--host", host, "--webui-port", "0", "--cores", str(self._cores)),
+            *("--memory", f"{self._cores}g", "--work-dir", str(self.folder / f"work-{number}"), self.url),
+            host=host,
+        )
+
+    def executors(self) -> list[psutil.Process]:
+        """Those that run now."""
+        found = [p for w in self.workers if w.is_running() for p in _below(w)]
+        return [p for p in found if "CoarseGrainedExecutorBackend" in " ".join(_arguments(p))]
 
     def worker_of(self, pid: int) -> psutil.Process:
         """The cluster worker below which a process runs."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.spark.log_to_sqlite import produce
-from tests.support.hadoop import Hdfs, s3a_jars
+from tests.support.hadoop import Hdfs, s3a_jars, s3a_settings
 from tests.support.halted import killed
 
 import delivered
@@ -61,21 +61,10 @@ def _without_logins() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "HADOOP_"))}
 
 
-def s3a(s3: dict[str, str]) -> dict[str, str]:
-    """Hadoop's settings of the test's server."""
-    return {
-        "fs.s3a.endpoint": s3["storage.aws_endpoint_url"],
-        "fs.s3a.endpoint.region": s3["storage.aws_region"],
-        "fs.s3a.path.style.access": "true",
-        "fs.s3a.access.key": s3["storage.aws_access_key_id"],
-        "fs.s3a.secret.key": s3["storage.aws_secret_access_key"],
-    }
-
-
 @pytest.mark.matrix
 def test_a_checkpoint_in_s3_with_sparks_settings(s3: dict[str, str], tmp_path: Path, monkeypatch: Any) -> None:
     checkpoint = f"s3a://lake/{tmp_path.name}/orders"
-    conf = {f"spark.hadoop.{k}": v for k, v in s3a(s3).items()} | {"spark.driver.extraClassPath": s3a_jars()}
+    conf = {f"spark.hadoop.{k}": v for k, v in s3a_settings(s3).items()} | {"spark.driver.extraClassPath": s3a_jars()}
     file = _pipeline(tmp_path, checkpoint, conf)
     produce(tmp_path / "in", 0, RECORDS)
     killed(_command(file), CRASHES, tmp_path, _without_logins())

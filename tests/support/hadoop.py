@@ -1,4 +1,4 @@
-"""Hadoop's parts, from Maven: the client for S3 with what it needs of the AWS SDK, and a cluster of one name node."""
+"""Hadoop's parts, from Maven: the client for S3, and a cluster of one name node."""
 
 from __future__ import annotations
 
@@ -12,34 +12,13 @@ import tenacity
 
 from delivered.machine import java_home
 from delivered_lab.brokers.servers import fetch_jars
+from delivered_lab.jars import HADOOP, s3a
 from delivered_lab.supervisor import kill_tree
 
-VERSION = "3.5.0"
-AWS = "2.35.4"
-S3A = [
-    ("org.apache.hadoop", "hadoop-aws", VERSION),
-    *(
-        ("software.amazon.awssdk", name, AWS)
-        for name in (
-            *("annotations", "apache-client", "arns", "auth", "aws-core", "aws-query-protocol", "aws-xml-protocol"),
-            *("checksums", "checksums-spi", "crt-core", "endpoints-spi", "http-auth", "http-auth-aws"),
-            *("http-auth-aws-eventstream", "http-auth-spi", "http-client-spi", "identity-spi", "json-utils"),
-            *("metrics-spi", "netty-nio-client", "profiles", "protocol-core", "regions", "retries", "retries-spi"),
-            *("s3", "s3-transfer-manager", "sdk-core", "sts", "third-party-jackson-core", "utils", "utils-lite"),
-        )
-    ),
-    ("software.amazon.eventstream", "eventstream", "1.0.1"),
-    ("software.amazon.s3.analyticsaccelerator", "analyticsaccelerator-s3", "1.3.1"),
-    ("org.apache.httpcomponents", "httpclient", "4.5.13"),
-    ("org.apache.httpcomponents", "httpcore", "4.4.16"),
-    ("commons-logging", "commons-logging", "1.2"),
-    ("org.reactivestreams", "reactive-streams", "1.0.4"),
-]
-"""The AWS SDK's own bundle has all of Amazon's services: 640 MB. These are 14 MB."""
 MINICLUSTER = [
-    ("org.apache.hadoop", "hadoop-client-minicluster", VERSION),
-    ("org.apache.hadoop", "hadoop-client-api", VERSION),
-    ("org.apache.hadoop", "hadoop-client-runtime", VERSION),
+    ("org.apache.hadoop", "hadoop-client-minicluster", HADOOP),
+    ("org.apache.hadoop", "hadoop-client-api", HADOOP),
+    ("org.apache.hadoop", "hadoop-client-runtime", HADOOP),
     ("commons-logging", "commons-logging", "1.3.0"),
     ("org.slf4j", "slf4j-api", "1.7.36"),
     ("org.slf4j", "slf4j-simple", "1.7.36"),
@@ -51,7 +30,18 @@ MINICLUSTER = [
 
 def s3a_jars() -> str:
     """For Spark's class path."""
-    return f"{fetch_jars(f'hadoop-aws/{VERSION}', S3A, print, transitive=False)}/*"
+    return f"{s3a(print)}/*"
+
+
+def s3a_settings(s3: dict[str, str]) -> dict[str, str]:
+    """Hadoop's settings of the test's server."""
+    return {
+        "fs.s3a.endpoint": s3["storage.aws_endpoint_url"],
+        "fs.s3a.endpoint.region": s3["storage.aws_region"],
+        "fs.s3a.path.style.access": "true",
+        "fs.s3a.access.key": s3["storage.aws_access_key_id"],
+        "fs.s3a.secret.key": s3["storage.aws_secret_access_key"],
+    }
 
 
 class Hdfs:
@@ -68,7 +58,7 @@ class Hdfs:
         self._process: psutil.Popen | None = None
 
     def __enter__(self) -> Hdfs:
-        jars = fetch_jars(f"hadoop-minicluster/{VERSION}", MINICLUSTER, print, transitive=False)
+        jars = fetch_jars(f"hadoop-minicluster/{HADOOP}", MINICLUSTER, print, transitive=False)
         details, data = self._folder / "details.json", self._folder / "data"
         command = [
             *(str(java_home() / "bin" / "java"), "-Xmx384m", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"),

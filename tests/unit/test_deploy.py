@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import tomllib
 from configparser import ConfigParser
 from importlib.util import find_spec
@@ -27,8 +28,9 @@ from delivered.model.work import Owner
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 DOCUMENTS = [d for d in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()) if d]
-DEPLOYMENT = next(d for d in DOCUMENTS if d["kind"] == "Deployment")["spec"]
-POD = DEPLOYMENT["template"]["spec"]
+EXECUTORS = [d for d in yaml.safe_load_all((DEPLOY / "kubernetes-executors.yaml").read_text()) if d]
+STATEFUL = next(d for d in DOCUMENTS if d["kind"] == "StatefulSet")
+POD = STATEFUL["spec"]["template"]["spec"]
 CONTAINERS = {c["name"]: c for c in POD["containers"]}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 UNIT = (DEPLOY / "delivered@.service").read_text()
@@ -78,7 +80,7 @@ def test_a_command_that_does_not_exist_is_noticed(wrong: str, said: str) -> None
         parsed(["delivered", *wrong.split()])
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d["kind"])
+@pytest.mark.parametrize("document", [*DOCUMENTS, *EXECUTORS], ids=lambda d: d["kind"])
 def test_manifests_fit_the_schemas_of_kubernetes(document: Any) -> None:
     kubernetes_validate.validate(document, "1.34", strict=True)
     document = json.loads(json.dumps(document))
@@ -88,7 +90,8 @@ def test_manifests_fit_the_schemas_of_kubernetes(document: Any) -> None:
 
 
 def test_there_is_one_driver_at_a_time_and_it_may_end_its_batch() -> None:
-    assert DEPLOYMENT["replicas"] == 1 and DEPLOYMENT["strategy"] == {"type": "Recreate"}
+    (claim,) = STATEFUL["spec"]["volumeClaimTemplates"]
+    assert STATEFUL["spec"]["replicas"] == 1 and claim["spec"]["accessModes"] == ["ReadWriteOncePod"]
     assert POD["terminationGracePeriodSeconds"] > parsed(COMMANDS["driver"])["stop_timeout"]
     assert POD["shareProcessNamespace"], "or the metrics container does not see the driver's process"
     assert int(SYSTEMD["TimeoutStopSec"]) > parsed(COMMANDS["systemd"])["stop_timeout"]
@@ -118,6 +121,69 @@ def test_the_pods_pipeline_is_one_and_its_secrets_are_references(tmp_path: Path)
     assert not re.search(r"(password|secret)\S*:\s+(?!env:|file:)\S", text)
 
 
+def test_executors_find_the_driver_and_may_be_made() -> None:
+    config = next(d for d in EXECUTORS if d["kind"] == "ConfigMap")
+    pipeline, template = (yaml.safe_load(config["data"][name]) for name in ("orders.yaml", "executor.yaml"))
+    conf = pipeline["spark"]
+    service = next(d for d in DOCUMENTS if d["kind"] == "Service")
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    assert service["spec"]["selector"].items() <= STATEFUL["spec"]["template"]["metadata"]["labels"].items()
+    assert conf["spark.driver.host"] == service["metadata"]["name"] == STATEFUL["spec"]["serviceName"]
+    assert conf["spark.driver.bindAddress"] == "0.0.0.0"
+    ports = {p["name"]: p["port"] for p in service["spec"]["ports"]}
+    assert ports == {"driver": conf["spark.driver.port"], "blocks": conf["spark.driver.blockManager.port"]}
+    assert ports == {p["name"]: p["containerPort"] for p in CONTAINERS["driver"]["ports"]}
+    assert conf["spark.kubernetes.driver.pod.name"] == f"{STATEFUL['metadata']['name']}-0"
+    (rule,) = next(d for d in EXECUTORS if d["kind"] == "Role")["rules"]
+    assert {"pods", "services", "configmaps", "persistentvolumeclaims"} == set(rule["resources"])
+    assert {"create", "get", "list", "watch", "delete", "deletecollection"} <= set(rule["verbs"])
+    binding = next(d for d in EXECUTORS if d["kind"] == "RoleBinding")
+    account = next(d for d in DOCUMENTS if d["kind"] == "ServiceAccount")["metadata"]["name"]
+    assert [s["name"] for s in binding["subjects"]] == [account] == [POD["serviceAccountName"]]
+    assert not template["spec"]["automountServiceAccountToken"]
+    assert template["spec"]["securityContext"] == POD["securityContext"]
+    assert template["spec"]["containers"][0]["securityContext"] == CONTAINERS["driver"]["securityContext"]
+    kubernetes_validate.validate({**template, "metadata": {"name": "x"}} | _with_image(template), "1.34", strict=True)
+    image = conf["spark.kubernetes.container.image"]
+    assert image == CONTAINERS["driver"]["image"]
+    assert {"spark.executor.failuresValidityInterval", "spark.executor.maxNumFailures"} <= conf.keys()
+
+
+def _with_image(template: dict[str, Any]) -> dict[str, Any]:
+    spec = template["spec"]
+    return {"spec": {**spec, "containers": [{**c, "image": "x"} for c in spec["containers"]]}}
+
+
+def test_the_entry_point_starts_what_spark_asks_for(tmp_path: Path) -> None:
+    """`executor` and `driver` as Spark's own image, everything else is a command of ours. No program really starts."""
+    said = '#!/bin/sh\nfor one in "${0##*/}" "$@"; do echo "<$one>"; done\n'
+    (tmp_path / "bin").mkdir()
+    for name in ("java", "delivered", "bin/spark-submit"):
+        (tmp_path / name).write_text(said)
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SPARK_HOME": str(tmp_path)}
+    env |= {"SPARK_EXECUTOR_MEMORY": "1g", "SPARK_JAVA_OPT_0": "-Da=b c", "SPARK_JAVA_OPT_1": "-Dd='e'"}
+    env |= {f"SPARK_{name}": name.lower() for name in ("DRIVER_URL", "EXECUTOR_ID", "APPLICATION_ID")}
+    env |= {f"SPARK_{name}": name.lower() for name in ("EXECUTOR_POD_IP", "RESOURCE_PROFILE_ID", "EXECUTOR_POD_NAME")}
+    env |= {"SPARK_EXECUTOR_CORES": "2", "SPARK_DRIVER_BIND_ADDRESS": "10.0.0.1"}
+
+    def run(*arguments: str) -> list[str]:
+        done = subprocess.run([DEPLOY / "entrypoint.sh", *arguments], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return [line[1:-1] for line in done.stdout.splitlines()]
+
+    command = run("executor")
+    assert command[:5] == ["java", "-Da=b c", "-Dd='e'", "-Xms1g", "-Xmx1g"]
+    backend = "org.apache.spark.scheduler.cluster.k8s.KubernetesExecutorBackend"
+    given = dict(zip(command[command.index(backend) + 1 :: 2], command[command.index(backend) + 2 :: 2], strict=True))
+    assert given == {
+        "--driver-url": "driver_url", "--executor-id": "executor_id", "--cores": "2", "--app-id": "application_id",
+        "--hostname": "executor_pod_ip", "--resourceProfileId": "resource_profile_id", "--podName": "executor_pod_name",
+    }  # fmt: skip
+    assert run("driver", "--class", "x")[:3] == ["spark-submit", "--conf", "spark.driver.bindAddress=10.0.0.1"]
+    assert run("run", "a b.yaml") == ["delivered", "run", "a b.yaml"] and run() == ["delivered"]
+
+
 def test_the_image_installs_what_there_is() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
@@ -125,8 +191,11 @@ def test_the_image_installs_what_there_is() -> None:
     assert arguments["VERSION"] == PROJECT["version"]
     for module in re.findall(r"python -m (\S+)", text):
         assert find_spec(module) is not None, module
-    entry = json.loads(re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[0])
-    assert entry[-1] in PROJECT["scripts"]
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
+    copied = re.findall(r"^COPY --chmod=755 (\S+) (\S+)$", text, re.MULTILINE)
+    assert [(DEPLOY / name).is_file() and place for name, place in copied] == [json.loads(entry)[-1]]
+    kinds = arguments["JARS"].split()
+    assert set(kinds) == {"s3a"} and find_spec("delivered_lab.jars")
     assert int(re.findall(r"^USER (\d+)$", text, re.MULTILINE)[0]) == POD["securityContext"]["runAsUser"]
 
 

@@ -51,9 +51,12 @@ FULL = PipelineSpec(
     batch=7,
     one_of_each=True,
     rejects=True,
+    store={"access_key": "a"},
 )
 SENDER = Sender(Owner("driver-1"), DriverAddress("h", port=7))
-READING = Reading("/c", Drain("/tmp/d"), True, "orders", {"orders": {"0": 7}}, "orders", "1", True, True, True)
+READING = Reading(
+    "/c", Drain("/tmp/d"), True, "orders", {"orders": {"0": 7}}, "orders", "1", True, True, True, {"region": "r"}
+)
 QUESTION = StartCheck({"type": "struct", "fields": []}, "append")
 
 
@@ -111,7 +114,7 @@ def test_a_damaged_envelope_shows_no_password() -> None:
 
 def test_an_envelope_of_another_release_is_refused() -> None:
     older = json.dumps({"version": 2, "pipeline": "p", "guarantee": "exactly_once"})
-    with pytest.raises(UsageError, match=r"SPEC_VERSION.* version 2; this process reads version 3"):
+    with pytest.raises(UsageError, match=r"SPEC_VERSION.* version 2; this process reads version 4"):
         Envelope.decode({OPTION: older})
 
 

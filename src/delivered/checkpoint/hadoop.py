@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from pyarrow import fs
@@ -46,6 +47,9 @@ _BY_ITSELF = (
     "DefaultAWSCredentialsProviderChain",
 )
 """Providers whose sources the AWS client in pyarrow looks at by itself."""
+_hdfs_clients: dict[tuple[Any, ...], Any] = {}
+"""By process and address, for ever. A client has threads: dropped in a forked process, which has none of them, it waits
+for them; this hung the start of a JVM."""
 _FLAGS = ("anonymous", "force_virtual_addressing")
 _CLIENT_SIDE = ("SSE-C", "CSE")
 """Encryption without which nobody can read a file."""
@@ -198,7 +202,10 @@ def _hdfs(location: str, settings: Store) -> tuple[fs.FileSystem, str]:
             return fs.HadoopFileSystem(host or "default", port or 0), split.path
         except Exception as error:
             raise Unreachable("CHECKPOINT_UNREADABLE.HDFS", location=location, error=error) from error
-    return fs.PyFileSystem(fs.FSSpecHandler(HdfsFileSystem(host, port, **settings))), split.path
+    client = (os.getpid(), host, port, *sorted(settings.items()))
+    if client not in _hdfs_clients:
+        _hdfs_clients[client] = HdfsFileSystem(host, port, skip_instance_cache=True, **settings)
+    return fs.PyFileSystem(fs.FSSpecHandler(_hdfs_clients[client])), split.path
 
 
 def hadoop_files() -> Mapping[str, str]:

@@ -192,7 +192,7 @@ def session_of(holder: Any) -> Any:
     "Python opens a checkpoint in S3 or HDFS with other settings than Spark",
 )
 def hadoop_settings(spark: Any, location: str) -> dict[str, str]:
-    """Hadoop's settings by which a session opens a location. Over Spark Connect, only those of Spark's configuration."""
+    """Hadoop's settings by which a session opens a location; over Spark Connect, those of Spark's configuration."""
     from delivered.checkpoint.hadoop import S3A, SECRETS, prefixes
 
     if is_connect(spark):
