@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.support.servers import Kafka
 
 APP = Path(__file__).parent / "apps" / "guarded.py"
-RECORDS = 40_000
+RECORDS, AT_ONCE = 12_000, 400
 KILLS = int(os.environ.get("DELIVERED_CLUSTER_KILLS", "8"))
 """Of each guarantee."""
 WAIT_S = 400.0
@@ -108,7 +108,7 @@ def test_everything_is_killed(kafka: Kafka, tmp_path: Path, guarantee: str) -> N
         job = Job(cluster, given)
         most = 0
         try:
-            while (position := _logged(tmp_path)) < RECORDS // 400 - 1 or kills.total() < KILLS:
+            while (position := _logged(tmp_path)) < RECORDS // AT_ONCE - 1 or kills.total() < KILLS:
                 job.keep_running()
                 most = max(most, len(cluster.executors()))
                 if position > last:
@@ -121,7 +121,7 @@ def test_everything_is_killed(kafka: Kafka, tmp_path: Path, guarantee: str) -> N
                         fault = chance.choice(FAULTS)
                         fault(cluster, job, chance)
                         kills[fault.__name__.strip("_")] += 1
-                elif position == RECORDS // 400 - 1:
+                elif position == RECORDS // AT_ONCE - 1:
                     break
                 assert time.monotonic() - at < WAIT_S, (seed, kills, (tmp_path / "driver.log").read_text()[-6000:])
                 time.sleep(0.1)
