@@ -100,4 +100,6 @@ def test_the_same_over_spark_connect(kafka: Any, tmp_path: Path) -> None:
     assert done.returncode == 0 and said, done.stderr[-4000:]
     found = json.loads(said[0].removeprefix("SAID "))
     check(found)
+    for mistake in ("start", "write_batch"):  # the server's working directory is not the client's
+        assert "[DELIVERED_CHECKPOINT_RELATIVE] The checkpoint 'checkpoints/" in found[f"relative: {mistake}"], found
     assert found["batches"] == "3"  # nothing new to read: the query of another session and thread ran, and ended

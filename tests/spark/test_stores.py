@@ -77,6 +77,20 @@ def test_a_checkpoint_in_s3_with_sparks_settings(s3: dict[str, str], tmp_path: P
 
 
 @pytest.mark.matrix
+def test_settings_that_code_gave_to_hadoop(s3: dict[str, str], tmp_path: Path) -> None:
+    produce(tmp_path / "in", 0, RECORDS)
+    app = ROOT / "tests" / "spark" / "apps" / "own_store.py"
+    settings = json.dumps(s3a_settings(s3))
+    command = [sys.executable, str(app), str(tmp_path), f"s3a://lake/{tmp_path.name}", s3a_jars(), settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=_without_logins())
+    assert done.returncode == 0, done.stderr[-6000:]
+    for name in ("out", "own"):
+        with sqlite3.connect(tmp_path / f"{name}.db") as connection:
+            found = connection.execute("SELECT count(*), count(DISTINCT value) FROM orders").fetchone()
+        assert found == (RECORDS, RECORDS), name
+
+
+@pytest.mark.matrix
 def test_a_checkpoint_in_hdfs(tmp_path: Path) -> None:
     with Hdfs(tmp_path) as hdfs:
         checkpoint = f"{hdfs.url}/checkpoints/orders"

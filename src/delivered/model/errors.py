@@ -194,6 +194,7 @@ EXTRA_OF: Mapping[str, tuple[str, str]] = MappingProxyType(
         "pika": ("pika", "rabbitmq"),
         "rocketmq": ("rocketmq-python-client", "rocketmq"),
         "grpc": ("grpcio", "rocketmq"),
+        "hdfs_native": ("hdfs-native", "hdfs"),
         "httpx": ("httpx", "saga"),
         "httpcore": ("httpcore", "saga"),
         "prometheus_client": ("prometheus-client", "metrics"),

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from delivered.checkpoint.folder import remember, remembered
 from delivered.engine.shard import may_send, write_shard
 from delivered.engine.transform import without_rejected
 from delivered.model.capability import Guarantee
@@ -30,7 +31,7 @@ from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import check_start
 from delivered.pipeline.spec import PipelineSpec, SinkSpec
 from delivered.pipeline.written_schemas import with_schemas
-from delivered.spark.check import sender_of
+from delivered.spark.check import checkpoint_store, sender_of
 from delivered.spark.internals import query_checkpoint, to_arrow
 from delivered.spark.settings import unadapted
 from delivered.spark.task import arm_driver
@@ -78,14 +79,16 @@ def write_batch(
     )
     option = replace(spec, batch=None).to_option()
     if option not in _checked:
+        checkpoint_store(df.sparkSession, str(spec.checkpoint))
         check_start(spec, spec.open())
         _checked.add(option)
-    save_batch(spec, df, batch_id)
+    save_batch(replace(spec, store=remembered(str(spec.checkpoint))), df, batch_id)
 
 
 def save_batch(spec: PipelineSpec, df: DataFrame, batch_id: int) -> None:
     """Write one batch of a pipeline."""
     arm_driver()
+    remember(spec.checkpoint, spec.store)
     try:
         with batch_of(spec.pipeline):
             _save(replace(spec, batch=batch_id, sender=spec.sender or sender_of(df.sparkSession)), df, batch_id)

@@ -105,6 +105,17 @@ def texts(spark: SparkSession, idiom: Idiom) -> dict[str, str]:
     return found
 
 
+def written(rows: DataFrame, name: str, checkpoint: Path, said: str) -> None:
+    """A query whose own foreachBatch names a checkpoint."""
+    sink = delivered.sqlite(f"{checkpoint}.db", "rows")
+
+    def write(df: DataFrame, batch_id: int) -> None:
+        delivered.write_batch(df, batch_id, sink=sink, guarantee="exactly_once", pipeline=name, checkpoint=said)
+
+    writer = rows.writeStream.foreachBatch(write).option("checkpointLocation", str(checkpoint))
+    writer.trigger(availableNow=True).start().awaitTermination()
+
+
 def main() -> None:
     from tests.spark.apps.connect import another, connected
 
@@ -116,6 +127,15 @@ def main() -> None:
     delivered.register(spark)
     idiom = Idiom(given.bootstrap, given.source, given.sink, given.folder)
     found = texts(spark, idiom)
+    rows = idiom.read(spark).select("key", "value")
+    for name, run in (
+        ("start", lambda: idiom.start(rows, checkpointLocation="checkpoints/orders")),
+        ("write_batch", lambda: written(rows, given.sink, Path(given.folder) / "own", "checkpoints/own")),
+    ):
+        try:
+            run()
+        except Exception as error:
+            found[f"relative: {name}"] = str(error)
     other = another(spark)
     found["batches"] = str(in_thread(lambda: idiom.run(idiom.read(other).select("key", "value"))))
     print("SAID", json.dumps(found))
