@@ -1,4 +1,4 @@
-"""A user's job that tells Hadoop of a store in code: in the Spark idiom, then by `write_batch`, checkpoints below a URL."""
+"""A user's job that tells Hadoop of a store in code: in the Spark idiom, then by `write_batch`."""
 
 from __future__ import annotations
 
