@@ -42,7 +42,7 @@ def _pipeline(folder: Path, checkpoint: str, conf: dict[str, str]) -> Path:
 
 
 def _run(file: Path, env: dict[str, str]) -> None:
-    done = subprocess.run(_command(file), capture_output=True, text=True, timeout=300, check=False, env=env)
+    done = subprocess.run(_command(file), capture_output=True, text=True, timeout=900, check=False, env=env)
     assert done.returncode == 0, done.stderr[-6000:]
 
 
@@ -62,6 +62,7 @@ def _without_logins() -> dict[str, str]:
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(1_800)
 def test_a_checkpoint_in_s3_with_sparks_settings(s3: dict[str, str], tmp_path: Path, monkeypatch: Any) -> None:
     checkpoint = f"s3a://lake/{tmp_path.name}/orders"
     conf = {f"spark.hadoop.{k}": v for k, v in s3a_settings(s3).items()} | {"spark.driver.extraClassPath": s3a_jars()}
@@ -77,12 +78,13 @@ def test_a_checkpoint_in_s3_with_sparks_settings(s3: dict[str, str], tmp_path: P
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(1_800)
 def test_settings_that_code_gave_to_hadoop(s3: dict[str, str], tmp_path: Path) -> None:
     produce(tmp_path / "in", 0, RECORDS)
     app = ROOT / "tests" / "spark" / "apps" / "own_store.py"
     settings = json.dumps(s3a_settings(s3))
     command = [sys.executable, str(app), str(tmp_path), f"s3a://lake/{tmp_path.name}", s3a_jars(), settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=_without_logins())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=_without_logins())
     assert done.returncode == 0, done.stderr[-6000:]
     for name in ("out", "own"):
         with sqlite3.connect(tmp_path / f"{name}.db") as connection:
@@ -91,6 +93,7 @@ def test_settings_that_code_gave_to_hadoop(s3: dict[str, str], tmp_path: Path) -
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(1_800)
 def test_a_checkpoint_in_hdfs(tmp_path: Path) -> None:
     with Hdfs(tmp_path) as hdfs:
         checkpoint = f"{hdfs.url}/checkpoints/orders"
@@ -106,6 +109,7 @@ def test_a_checkpoint_in_hdfs(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(1_800)
 def test_a_path_without_a_scheme_is_on_the_default_file_system(tmp_path: Path) -> None:
     with Hdfs(tmp_path) as hdfs:
         file = _pipeline(tmp_path, "/checkpoints/orders", {"spark.hadoop.fs.defaultFS": hdfs.url})

@@ -18,8 +18,10 @@ def test_a_checkpoint_that_does_not_reach_the_source_is_a_warning(
 
     monkeypatch.setattr("delivered.spark.internals.stream_sources", hidden)
     with caplog.at_level(logging.WARNING):
-        hooks._pass_checkpoint(object(), StreamWrite("delivered_kafka", {}, "append", str))
+        hooks._pass_checkpoint(object(), StreamWrite("delivered_kafka", {}, "append", str), {})
         assert not caplog.records, "without a checkpoint there is nothing to pass"
-        hooks._pass_checkpoint(object(), StreamWrite("delivered_kafka", {"checkpointlocation": "/c"}, "append", str))
+        hooks._pass_checkpoint(
+            object(), StreamWrite("delivered_kafka", {"checkpointlocation": "/c"}, "append", str), {}
+        )
     assert "cannot pass the query's checkpoint to the source on this PySpark (_jdf)" in caplog.text
     assert hooks._sources(object()) == ()
