@@ -29,6 +29,7 @@ from delivered.model.errors import UsageError
 from delivered.model.translate import translated
 from delivered.spark import internals
 from delivered.spark.internals import ELSEWHERE, INTERNALS, SINCE, Setting
+from delivered.spark.settings import with_setting
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -172,6 +173,13 @@ def jvm(spark: SparkSession, _: Seen) -> None:
     process = internals.jvm_of(spark)
     assert process is not None and process.name().startswith("java")
     assert psutil.Process(internals.started_jvm(spark).pid) in (process, *process.parents())
+
+
+def hadoop(spark: SparkSession, _: Seen) -> None:
+    assert internals.hadoop_settings(spark, "/c") == {"fs.defaultFS": "file:///"}
+    with with_setting(spark, "fs.s3a.access.key", "of-this-session"):
+        found = internals.hadoop_settings(spark, "s3a://lake/c")
+    assert found["fs.s3a.access.key"] == "of-this-session" and "fs.s3a.connection.ssl.enabled" in found
 
 
 def accumulator_server(spark: SparkSession, _: Seen) -> None:
@@ -408,6 +416,7 @@ WATCHED: dict[str, Callable[[SparkSession, Seen], None]] = {
     "is_connect": connects,
     "jvm_of": jvm,
     "started_jvm": jvm,
+    "hadoop_settings": hadoop,
     "hide_lost_accumulators": accumulator_server,
     "make_active": made_active,
     "session_of": sessions_of_holders,

@@ -9,6 +9,7 @@ a batch.
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping
