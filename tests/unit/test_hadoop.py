@@ -9,8 +9,9 @@ import pytest
 from pyarrow import fs
 
 from delivered.checkpoint import folder
-from delivered.checkpoint.folder import configure, open_folder, remember
+from delivered.checkpoint.folder import configure, open_folder
 from delivered.checkpoint.hadoop import prefixes, store_of
+from delivered.checkpoint.location import remember
 from delivered.model.errors import DeliveredError, Refused, Unreachable
 
 S3 = "s3a://lake/checkpoints/orders"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 from pyarrow import fs
 
+from delivered.checkpoint.location import from_uri, remembered
 from delivered.kits.table.store import put, put_first, sync
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
 from delivered.model.identity import SOURCE
@@ -25,11 +25,7 @@ from delivered.model.limits import OFFSETS_BYTES_MAX
 from delivered.model.work import CheckpointView, with_format, without_format
 
 T = TypeVar("T")
-Store = Mapping[str, str]
-"""How Python opens a location, if Hadoop's settings say so (`hadoop.py`). May hold secrets."""
-SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:")
 _HADOOP = "spark.hadoop."
-_stores: dict[str, Store] = {}
 _settings: dict[str, Mapping[str, str]] = {}
 """By location, in this process."""
 _STATE_PARTITIONS = "spark.sql.shuffle.partitions"
@@ -38,26 +34,9 @@ _OWN_LINES = 2
 """Spark's header lines in an offsets file: version, and metadata with a timestamp that replays keep."""
 
 
-def remember(location: str | None, store: Store) -> None:
-    """From now on, this process opens the location so. An empty store: as its configuration says."""
-    if location is not None and store:
-        _stores[location] = store
-    elif location is not None:
-        _stores.pop(location, None)
-
-
-def remembered(location: str) -> Store:
-    """Empty: nothing is."""
-    return _stores.get(location, {})
-
-
 def configure(location: str, conf: Mapping[str, str]) -> None:
     """Spark's configuration, for a process that opens the location before a session says how."""
     _settings[location] = {k.removeprefix(_HADOOP): v for k, v in conf.items() if k.startswith(_HADOOP)}
-
-
-def is_relative(location: str) -> bool:
-    return not location.startswith("/") and not SCHEME.match(location)
 
 
 def open_folder(location: str) -> tuple[fs.FileSystem, str]:
@@ -77,14 +56,6 @@ def open_folder(location: str) -> tuple[fs.FileSystem, str]:
         raise
     except Exception as error:
         raise Unreachable("CHECKPOINT_UNREADABLE.LOCATION", location=location, error=error) from error
-
-
-def from_uri(location: str) -> tuple[fs.FileSystem, str]:
-    if not SCHEME.match(location):
-        return fs.LocalFileSystem(), location
-    uri = re.sub(r"^file:/+", "file:///", location)
-    found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(re.sub(r"^s3[an]:", "s3:", uri))
-    return found
 
 
 def read_view(location: str) -> CheckpointView:

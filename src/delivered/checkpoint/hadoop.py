@@ -22,7 +22,7 @@ from urllib.parse import quote, urlsplit
 
 from pyarrow import fs
 
-from delivered.checkpoint.folder import SCHEME, Store, from_uri, is_relative
+from delivered.checkpoint.location import SCHEME, Store, from_uri, is_relative
 from delivered.model.errors import Refused, Unreachable
 
 SECRETS = ("fs.s3a.access.key", "fs.s3a.secret.key", "fs.s3a.session.token")

@@ -20,7 +20,8 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
 from delivered.checkpoint import sidecar
-from delivered.checkpoint.folder import logged, remembered
+from delivered.checkpoint.folder import logged
+from delivered.checkpoint.location import remembered
 from delivered.checkpoint.sidecar import keep_decider, keep_removed
 from delivered.contract.source import COORDINATES, Offsets, Source
 from delivered.engine.transform import Direct
