@@ -9,6 +9,7 @@ import pytest
 from pyarrow import fs
 
 from delivered.checkpoint import folder
+from delivered.checkpoint import location as checkpoint_location
 from delivered.checkpoint.folder import configure, open_folder
 from delivered.checkpoint.hadoop import prefixes, store_of
 from delivered.checkpoint.location import remember
@@ -31,7 +32,7 @@ DEFAULT = """
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: Any) -> None:
-    monkeypatch.setattr(folder, "_stores", {})
+    monkeypatch.setattr(checkpoint_location, "_stores", {})
     monkeypatch.setattr(folder, "_settings", {})
     monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
 
