@@ -104,6 +104,7 @@ SINKS = (
             "topic": "clean",
             "ledger": "/data/ledger.db",
         },
+        "pulsar-2pc",
     ),
     Example("RocketMQ", "rocketmq", {**_ROCKETMQ, "ledger": "/data/ledger.db"}),
     Example(
@@ -231,9 +232,8 @@ def overview() -> list[str]:
     return [
         *lines,
         "",
-        f"{faults:,} faults in {len(results):,} [verified cases](verified.md), judged from outside;",
-        f"a [model](protocol.md) of which TLC visits every state; {len(pitfalls.PITFALLS)} [bugs](pitfalls.md) of",
-        "other systems and of ours, each with tests.",
+        f"{faults:,} faults in {len(results):,} [verified cases](verified.md), judged outside, a [model](protocol.md)",
+        f"with every state visited, {len(pitfalls.PITFALLS)} [bugs](pitfalls.md) of others and ours, each with tests.",
     ]
 
 
