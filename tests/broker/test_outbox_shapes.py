@@ -283,7 +283,7 @@ def test_a_plan_compares_the_sinks_key_and_a_status_tells_what_was_lost(orders: 
     assert isinstance(refused, Refusal)
     assert refused.error.code == "DELIVERED_CHANGE_KEY"
     assert 'keyColumns to "id"' in str(refused.way_out)
-    assert isinstance(pipeline("ID").plan(), Plan)
+    assert isinstance(pipeline("id").plan(), Plan)
     by_sql = pipeline("name", transform="SELECT id AS name, _lsn, _deleted FROM source").plan()
     assert isinstance(by_sql, Plan)
     assert any("would leave rows behind" in text for text in by_sql.warnings)

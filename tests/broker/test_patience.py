@@ -57,6 +57,7 @@ def test_run_waits_for_its_server(new_postgres: Callable[..., Any], once_told: A
         "guarantee": "exactly_once",
         "checkpoint": "checkpoint",
         "source": {"format": "log", "path": "in"},
+        "transform": {"select": ["key", "value"]},
         "sinks": [{"format": "postgres", "url": server.url, "dbtable": "orders"}],
     }
     file = tmp_path / "orders.yaml"

@@ -58,6 +58,11 @@ BLOCKS = list(_blocks())
 ONLY_CHECKED = {
     ("README.md", "make demo"): "the demos and the suite itself, minutes each; examples/ and CI run them",
     ("README.md", "pip install"): "tests/install/test_readme.py runs it where only the wheel is installed",
+    (
+        "docs/connectors/sqlite.md",
+        "",
+    ): "a query without its source; tests/install/test_readme.py runs a pipeline into SQLite",
+    ("docs/transforms.md", ""): "a function and no pipeline; tests/spark/test_failing_transform.py runs such functions",
     ("docs/start-kafka.md", ""): "tests/install/test_readme.py runs it where only the wheel is installed",
     ("CONTRIBUTING.md", "make setup"): "installs, and runs the suite",
     ("docs/new-connector.md", ""): "quoted from examples/toy_sink.py, which the tests that it names run",
@@ -74,7 +79,6 @@ ONLY_CHECKED = {
     ("docs/verify.md", "delivered verify"): "hours of faults; the selections are listed by test_code_on_pages.py",
     ("docs/cluster.md", "spark-submit"): "needs a cluster; tests/spark/test_cluster.py starts one and submits to it",
     ("docs/deploy.md", "docker build"): "needs a Docker daemon and a Kubernetes cluster",
-    ("docs/deploy.md", "master: k8s"): "needs a Kubernetes cluster; its pipeline is planned",
     (
         "docs/deploy.md",
         "spark-submit",

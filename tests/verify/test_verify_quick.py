@@ -129,6 +129,7 @@ def test_a_store_keeps_results_and_knows_what_is_settled(tmp_path: Path) -> None
     store.add(first)
     assert not store.settled(case)
     first.verdict = "held"
+    first.record([])
     store.add(first)
     fresh = Store(tmp_path / "v.json")
     fresh.load()

@@ -403,7 +403,10 @@ def _expired(
     one is not of this pipeline, all batches may be concerned.
     """
     upserts = request.dedup is not None or request.write_mode.upserts
-    visible, removed = ledger.visible, {} if upserts or request.sink_from is not None else scan.expired()
+    visible, removed = (
+        ledger.visible,
+        {} if upserts or request.sink_from is not None else scan.expired(ledger.history.since_ms),
+    )
     if not removed or visible is None:
         return None
     say("looking for the batches that the sink's retention reached")

@@ -306,10 +306,13 @@ class BoundedScan(ABC):
         """
         return Changes()
 
-    def expired(self) -> Mapping[str, str]:
+    def expired(self, since_ms: int) -> Mapping[str, str]:  # noqa: ARG002
         """What the system removed before anyone asked for a position, from the start of partitions, if its settings
         prove that it was retention: partition, as slices name it, -> a sentence. In such a partition, records lie in
         the order of their batches.
+
+        Args:
+            since_ms: no record is older, in ms since 1970; 0: unknown.
 
         Read-only. Raises Unreachable.
         """

@@ -141,7 +141,7 @@ class Result:
         return (self.parts or {self.place: self.fired}).get(place)
 
     def record(self, servers: Iterable[str]) -> None:
-        """Keep that it ran now, beside these servers."""
+        """Keep that it ran now, with these servers."""
         self.ran = [ran(self.service, self.sink, self.source, self.verdict).to_json()]
         self.versions = versions(frozenset(servers))
 

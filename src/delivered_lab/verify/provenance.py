@@ -1,7 +1,7 @@
 """What a verdict rests on: when it was found, of which commit and code, with which versions, and the verdicts before.
 
 The code of a case is the engine, the ledger, the contract, the kits and the connectors of its sink and source; through
-Spark also what runs there. It is compared without comments and docstrings: what changes only those keeps its cells.
+Spark also what runs there. It is compared without comments and docstrings: a change of those alone keeps its verdicts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROOMS = {
     ENGINE: _ALWAYS,
     **dict.fromkeys(ENDS, ("patterns", "kits", "clients")),
 }
-"""What a case runs beside connectors, by its service."""
+"""What a case runs apart from connectors, by its service."""
 _ALWAYS_READ = "log"
 """The connector that feeds every sink whose case names no source."""
 _CLIENTS = (

@@ -38,6 +38,10 @@ class Retention:
     def expires(self) -> bool:
         return self.ms_max is not None or self.bytes_max is not None
 
+    def reaches(self, age_ms: int) -> bool:
+        """Whether it may have removed a record of this age."""
+        return self.bytes_max is not None or (self.ms_max is not None and age_ms >= self.ms_max)
+
 
 def retention_of(client: KafkaDriverClient, topic: str) -> Retention | None:
     """None: this user may not see the topic's settings. Raises Unreachable, UsageError."""

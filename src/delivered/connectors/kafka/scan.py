@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ class KafkaScan(SourceScan):
             continues=all(parting.offset is not None for parting in partings.values()),
         )
 
-    def expired(self) -> Mapping[str, str]:
+    def expired(self, since_ms: int) -> Mapping[str, str]:
+        """Records younger than `retention.ms` were deleted by someone, not by retention."""
         found: dict[str, str] = {}
         settings: dict[str, Retention | None] = {}
         with self._topics() as now:
@@ -96,7 +98,7 @@ class KafkaScan(SourceScan):
                 if p[0] not in settings:
                     settings[p[0]] = retention_of(now.client, p[0])
                 retention = settings[p[0]]
-                if retention is not None and retention.expires:
+                if retention is not None and retention.reaches(_now_ms() - since_ms):
                     found[joined([p])] = f"{joined([p])}: offsets 0 to {now.first[p] - 1} were removed by retention"
         return found
 
@@ -111,6 +113,10 @@ class KafkaScan(SourceScan):
             first = {p: offset or 0 for p, offset in client.offsets(earliest).items()}
             end = Positions({p: ends[p] for p in partitions}, ids, epochs=epochs)
             yield _Topics(client, LogHistory(options, client.wire), first, end)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _only(at: Positions, now: _Topics) -> Positions:
