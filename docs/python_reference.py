@@ -15,16 +15,16 @@ Every name of the package `delivered`, with its arguments and what it raises. [W
 compares the ways in; [options](options.md) lists what sources and sinks take.
 """
 _COLUMNS = 80
-_CALLS = "Pipelines and sessions"
 _AREAS = {
-    _CALLS: ("Pipeline", "session", "register", "write_batch", "receive", "audit_chain"),
+    "Pipelines and sessions": ("Pipeline", "session", "register", "write_batch", "receive", "audit_chain"),
     "Sources and sinks": (
         "endpoint", "kafka", "postgres", "mysql", "sqlite", "delta", "iceberg", "files", "log", "Endpoint",
     ),
     "Transforms": ("transform", "arrow", "dedup", "Transform", "Dedup"),
     "Answers": ("Guarantee", "Plan", "Refusal", "AuditReport", "ChainReport"),
 }  # fmt: skip
-_ERRORS = "Errors"
+_VALUES = {*_AREAS["Answers"], "Endpoint", "Transform", "Dedup"}
+"""What users get and do not make: described without a signature."""
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields):$", re.MULTILINE)
 
 
@@ -96,14 +96,10 @@ def page() -> str:
         lines += [f"## {area}", ""]
         for name in names:
             value = getattr(delivered, name)
-            described = [f"### `{name}`", "", *_docs(value)]
-            lines += (
-                described if area == "Answers" or name in ("Endpoint", "Transform", "Dedup") else _call(name, value)
-            )
-    lines += [f"## {_ERRORS}", "", "| class | when |", "|---|---|"]
-    lines += [
-        f"| `{n}` | {' '.join((inspect.getdoc(getattr(delivered, n)) or '').split(chr(10) * 2)[0].split())} |"
-        for n in errors
-    ]
+            lines += [f"### `{name}`", "", *_docs(value)] if name in _VALUES else _call(name, value)
+    lines += ["## Errors", "", "| class | when |", "|---|---|"]
+    for name in errors:
+        first, _, _ = (inspect.getdoc(getattr(delivered, name)) or "").partition("\n\n")
+        lines.append(f"| `{name}` | {' '.join(first.split())} |")
     lines += ["", "Each has `code`, `condition`, `message` and `next_step`; [error codes](errors.md) lists them.", ""]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))

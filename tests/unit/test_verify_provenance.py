@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def code_of(service: str, sink: str, source: str = "") -> str:
     ("file", "changed"),
     [
         ("engine/decide.py", {(ENGINE, SQLITE), (SPARK, SQLITE), (ENGINE, KAFKA)}),
+        ("model/work.py", {(ENGINE, SQLITE), (SPARK, SQLITE), (ENGINE, KAFKA)}),
         ("connectors/sqlite/sink.py", {(ENGINE, SQLITE), (SPARK, SQLITE)}),
         ("connectors/log/source.py", {(ENGINE, SQLITE), (SPARK, SQLITE), (ENGINE, KAFKA)}),
         ("clients/kafka/record_batch.c", {(ENGINE, SQLITE), (SPARK, SQLITE), (ENGINE, KAFKA)}),
@@ -69,6 +71,20 @@ def test_comments_and_docstrings_are_no_code(package: Path) -> None:
         '"""Another text."""\n# another comment\n' + path.read_text().partition('"""')[2].partition('"""')[2]
     )
     assert code_of(ENGINE, SQLITE) == before
+
+
+def test_an_installed_package_has_no_commit(package: Path) -> None:
+    """Not that of a repository that its environment happens to lie in."""
+    for args in (
+        ["init", "-q"],
+        ["-c", "user.name=x", "-c", "user.email=x@y", "commit", "-q", "--allow-empty", "-m", "x"],
+    ):
+        subprocess.run(["git", *args], cwd=package.parent, check=True)
+    provenance.commit.cache_clear()
+    try:
+        assert provenance.commit() == ""
+    finally:
+        provenance.commit.cache_clear()
 
 
 def result(verdict: str = "held", fault: str = "killed-between", sink: str = SQLITE) -> Result:

@@ -1,7 +1,7 @@
 """What a verdict rests on: when it was found, of which commit and code, with which versions, and the verdicts before.
 
-The code of a case is the engine, the ledger, the contract, the kits and the connectors of its sink and source; through
-Spark also what runs there. It is compared without comments and docstrings: a change of those alone keeps its verdicts.
+The code of a case: model, contract, kits, engine, ledger, and the connectors of its sink and source; through Spark also
+what runs there. It is compared without comments and docstrings: a change of those alone keeps its verdicts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import hashlib
 import json
 import platform
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ from delivered_lab.brokers.servers import SERVERS
 from delivered_lab.verify.services import ENDS, ENGINE, SPARK
 
 PACKAGE = Path(delivered.__file__).parent
-_ALWAYS = ("engine", "ledger", "ledger.py", "contract", "kits", "checkpoint", "clients", "source.py", "prefork")
+_ALWAYS = ("model", "contract", "kits", "clients")
+_BATCHES = (*_ALWAYS, "engine", "ledger", "ledger.py", "checkpoint", "source.py", "prefork", "receiver")
 _ROOMS = {
-    SPARK: (*_ALWAYS, "spark", "pipeline"),
-    ENGINE: _ALWAYS,
-    **dict.fromkeys(ENDS, ("patterns", "kits", "clients")),
+    SPARK: (*_BATCHES, "spark", "pipeline"),
+    ENGINE: _BATCHES,
+    **dict.fromkeys(ENDS, (*_ALWAYS, "patterns")),
 }
 """What a case runs apart from connectors, by its service."""
 _ALWAYS_READ = "log"
@@ -70,12 +72,16 @@ def merged(*histories: Sequence[Sequence[str]]) -> list[list[str]]:
 
 @cache
 def commit() -> str:
+    """Of the checkout that this package lies in; empty: it is installed, or there is no git."""
+
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], cwd=PACKAGE, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    at = git("rev-parse", "--short=10", "HEAD")
-    return f"{at}+" if at and git("status", "--porcelain", "--", str(PACKAGE)) else at
+    if shutil.which("git") is None or not git("ls-files", "__init__.py"):
+        return ""
+    changed = git("status", "--porcelain", "--", str(PACKAGE))
+    return git("rev-parse", "--short=10", "HEAD") + "+" * bool(changed)
 
 
 @cache
