@@ -85,7 +85,8 @@ def test_a_transaction_of_another_application_is_named(
         assert sorted(p.about for p in named) == ["billing-7", "import-9"]
         (at_source,) = [p for p in named if p.about == "billing-7"]
         assert "42 offsets" in at_source.text and f"{source}/0 offset 0" in at_source.text
-        assert f"abort --topic {source} --partition 0 --start-offset 0" in (at_source.next_step or "")
+        command = f"kafka-transactions.sh --bootstrap-server {kafka.bootstrap} forceTerminateTransaction"
+        assert f"{command} --transactionalId billing-7" in (at_source.next_step or "")
         assert f'delivered_lag_held_back_offsets{{pipeline="{made.name}",source="source"}} 42.0' in text([found])
         json.dumps(found.to_json())
     assert problems(status(made)) == {}

@@ -166,6 +166,7 @@ class Blocking:
         since_ms: of its start, or without a name of its newest record, in milliseconds since 1970; None: unknown.
         timeout_s: age at which its system aborts it; None: never, or unknown.
         at: partition, as the source's lag names it -> its first hidden offset.
+        end: command of the system's own tool that ends it, for an operator.
     """
 
     id: str
@@ -173,6 +174,7 @@ class Blocking:
     since_ms: int | None
     timeout_s: float | None
     at: Mapping[str, int]
+    end: str
 
     def age_s(self) -> float | None:
         return None if self.since_ms is None else max(0.0, time.time() - self.since_ms / 1000)
@@ -185,12 +187,10 @@ class HeldBack:
     Attributes:
         offsets: partition -> offsets from its last stable one to its high watermark; those without any are absent.
         by: the transactions that hide them, those of this pipeline excepted; oldest first.
-        place: of the servers, for commands.
     """
 
     offsets: Mapping[str, int] = field(default_factory=dict)
     by: tuple[Blocking, ...] = ()
-    place: str = ""
 
     @property
     def total(self) -> int:

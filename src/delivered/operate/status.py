@@ -581,8 +581,6 @@ def blocking_transactions(now: Status, batch_s: float) -> Iterator[Problem]:
             open_s, share = t.age_s(), _BLOCKS_SHARE * (t.timeout_s or 0.0)
             if open_s is None or open_s <= max(_BLOCKS_S_MIN, _STALLED_BATCHES * batch_s, share):
                 continue
-            topic, _, number = (first := min(t.at)).rpartition("/")
-            tool = f"kafka-transactions.sh --bootstrap-server {hides.place} abort --topic {topic}"
             yield Problem.build(
                 code,
                 id=t.id or str(t.producer),
@@ -594,7 +592,7 @@ def blocking_transactions(now: Status, batch_s: float) -> Iterator[Problem]:
                 count=sum(hides.offsets.get(p, 0) for p in t.at),
                 place=name,
                 partitions=", ".join(f"{p} offset {offset}" for p, offset in sorted(t.at.items())[:_PARTITIONS_SHOWN]),
-                command=f"{tool} --partition {number} --start-offset {t.at[first]}",
+                command=t.end,
             )
 
 
