@@ -23,6 +23,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ GONE_WITHIN_S = 90.0
 AUDITED_WITHIN_S = 240.0
 """Of an audit in Spark that starts for it, with all this beside it."""
 RECORDS_PER_S = 200
-AUDIT_EVERY_S = 20
+AUDIT_EVERY_S = 60
 BUILD = Path("build")
 DEPLOY = Path(__file__).parents[1] / "deploy"
 TOKEN = "DELIVERED_UI_TOKEN"
@@ -159,8 +160,8 @@ class Watch:
         self._prometheus = f"http://127.0.0.1:{prometheus_port}/api/v1/alerts"
         self.places = PLACES if alerts else PLACES[:-1]
 
-    def where(self, codes: tuple[str, ...], alerts: tuple[str, ...]) -> set[str]:
-        """The places that show one of these problems now."""
+    def where(self, codes: tuple[str, ...], alerts: tuple[str, ...], seen: Callable[[str], None]) -> None:
+        """Look at all places at once, and call `seen` with each that shows one of these problems."""
         looks: dict[str, Callable[[], bool]] = {
             "metrics": lambda: any(f'code="{c}"' in fetched(self._metrics) for c in codes),
             "status": lambda: any(p["code"] in codes for s in self._status() for p in s["problems"]),
@@ -168,7 +169,13 @@ class Watch:
             "webhook": lambda: any(c in codes for c, _ in self._webhook.open),
             "alert": lambda: any(a in alerts for a in self._firing()),
         }
-        return {place for place in self.places if looks[place]()}
+
+        def look(place: str) -> None:
+            if looks[place]():
+                seen(place)
+
+        with ThreadPoolExecutor(len(self.places)) as pool:
+            list(pool.map(look, self.places))
 
     def anything(self) -> set[str]:
         problems = [p["code"] for s in self._status() for p in s["problems"]]
@@ -218,15 +225,20 @@ def rehearse(
     trouble()
     seen: dict[str, float] = {}
     while set(seen) != set(watch.places):
-        for place in watch.where(codes, alerts):
-            seen.setdefault(place, round(time.monotonic() - began, 1))
+        watch.where(codes, alerts, lambda place: seen.setdefault(place, round(time.monotonic() - began, 1)))
         if time.monotonic() - began > due_s + 4 * SEEN_WITHIN_S:
             raise TimeoutError(f"{case}: {codes} was seen only on {sorted(seen)}")
         time.sleep(0.2)
     print(f"{case}: {codes[0]} seen after {seen}", flush=True)
     watch.keep(case)
     mend()
-    gone = until(lambda: not watch.where(codes, alerts), gone_within_s, f"{case}: {codes} did not go away")
+
+    def is_over() -> bool:
+        shown: list[str] = []
+        watch.where(codes, alerts, shown.append)
+        return not shown
+
+    gone = until(is_over, gone_within_s, f"{case}: {codes} did not go away")
     print(f"{case}: gone {gone:.1f} s after: {mended_by}", flush=True)
     return Seen(case, codes[0], seen, mended_by, round(gone, 1), due_s)
 
@@ -418,12 +430,22 @@ def main(chosen: Sequence[str] = ()) -> int:
             listen = f"--web.listen-address=127.0.0.1:{ports[2]}"
             stack.enter_context(beside(str(program), *args, listen, log=folder / "prometheus.log"))
 
-        def quiet() -> bool:
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                return not watch.anything() and len(history.batches(definition.checkpoint)) > 2
-            return False
+        def wait_until_quiet(limit_s: float, what: str) -> None:
+            shown: set[str] = set()
 
-        until(quiet, 300, "the pipeline did not run without a problem")
+            def quiet() -> bool:
+                nonlocal shown
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    shown = watch.anything()
+                    return not shown and len(history.batches(definition.checkpoint)) > 2
+                return False
+
+            try:
+                until(quiet, limit_s, what)
+            except TimeoutError as error:
+                raise TimeoutError(f"{error}; it shows {sorted(shown)}") from None
+
+        wait_until_quiet(300, "the pipeline did not run without a problem")
         print("the pipeline runs, and nothing is shown", flush=True)
         away = ("DELIVERED_KAFKA_UNREACHABLE", "DELIVERED_KAFKA_NO_ANSWER", "DELIVERED_LEDGER_UNREACHABLE")
 
@@ -433,7 +455,7 @@ def main(chosen: Sequence[str] = ()) -> int:
         ) -> None:  # fmt: skip
             if chosen and name not in chosen:
                 return
-            until(quiet, 150, f"{name}: the pipeline did not recover from what was before")
+            wait_until_quiet(150, f"{name}: the pipeline did not recover from what was before")
             codes = (f"DELIVERED_{code}",) if isinstance(code, str) else code
             results.append(rehearse(watch, name, trouble, codes, (alert,), mended_by, mend, due_s, gone_within_s))
 
