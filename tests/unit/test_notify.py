@@ -106,6 +106,22 @@ def test_two_of_a_kind_are_two(hook: Hook, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_two_watchers_report_each_change_once(hook: Hook, tmp_path: Path) -> None:
+    one, other = notifier(tmp_path), notifier(tmp_path)
+    one.look(seen(LATE))
+    one.look(seen())
+    other.look(seen(LATE))
+    for _ in range(3):
+        one.look(seen())
+    assert [e for e, _ in events(hook)] == ["problem", "ended"] * 2
+    now = seen()
+    one.look(replace(now, problems=(LATE,), asked_ms=now.asked_ms + 2))
+    other.look(replace(now, asked_ms=now.asked_ms + 1))
+    assert [e for e, _ in events(hook)][4:] == ["problem"], "it was asked before the problem was seen"
+    other.look(replace(now, asked_ms=now.asked_ms + 3))
+    assert [e for e, _ in events(hook)][4:] == ["problem", "ended"]
+
+
 def test_behind_a_server_that_is_away_nothing_has_ended(hook: Hook, tmp_path: Path) -> None:
     watcher = notifier(tmp_path)
     watcher.look(seen(BLOCKED))

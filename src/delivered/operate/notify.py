@@ -30,7 +30,7 @@ from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, NOTIFY_EVERY_S, NOTIFY_TRIES_MAX
 from delivered.model.options import resolve_secret
 from delivered.model.secrets import without_passwords
-from delivered.model.work import with_format, without_format
+from delivered.model.work import without_format
 from delivered.operate.problem import Problem
 from delivered.operate.status import Status, status, unanswered
 from delivered.pipeline.definition import Definition, Webhook
@@ -39,6 +39,9 @@ log = logging.getLogger("delivered.notify")
 
 FILE, _LOCK = "delivered/notified.json", "delivered/notified.lock"
 _KEPT_MAX = 1_000
+_OVERTAKEN_MS_MAX = 60_000
+"""By which a status is older than another watcher's, which it must not undo. Beyond it, the clocks of two machines
+differ."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,8 @@ class Notifier:
 
     def __init__(self, name: str, location: str, webhook: Webhook | None) -> None:
         self._name, self._location, self._webhook = name, location, webhook
-        self._known: dict[str, Reported] | None = None
+        self._known: dict[str, Reported] = {}
+        self._is_kept = True
 
     def look(self, now: Status) -> list[Message]:
         """Report what appeared and what ended since the last look. Never raises.
@@ -200,13 +204,17 @@ class Notifier:
             Messages that are new, sent or not.
         """
         with self._alone():
-            known = self._load()
-            changed = self._changes(known, now)
-            known |= changed
+            before, asked_ms = self._load()
+            if 0 < asked_ms - now.asked_ms < _OVERTAKEN_MS_MAX:
+                return []
+            changed = self._changes(before, now)
+            known = before | changed
             for key in [k for k, r in known.items() if not r.is_sent and not r.is_given_up]:
                 known[key] = self._sent(known[key])
             over = [k for k, r in known.items() if r.message.has_ended and (r.is_sent or r.is_given_up)]
-            self._store({k: r for k, r in known.items() if k not in over})
+            self._known = {k: r for k, r in known.items() if k not in over}
+            if self._known != before or not self._is_kept:
+                self._is_kept = self._store(now.asked_ms)
         return [r.message for r in changed.values()]
 
     def _changes(self, known: Mapping[str, Reported], now: Status) -> dict[str, Reported]:
@@ -252,28 +260,27 @@ class Notifier:
                     fcntl.flock(stack.enter_context(file.open("ab")), fcntl.LOCK_EX)
             yield
 
-    def _load(self) -> dict[str, Reported]:
+    def _load(self) -> tuple[dict[str, Reported], int]:
+        """What is kept, and when the status was asked that it is of. If that cannot be read or written: as this process
+        knows it."""
         try:
-            text = folder.read(self._location, FILE)
-            if text is None:
-                return dict(self._known or {})
-            listed = without_format(json.loads(text), "notifications")["problems"]
-            known = [Reported(Message(**r["message"]), r["is_sent"], r["tries"]) for r in listed]
-            return {r.message.key: r for r in known}
+            text = folder.read(self._location, FILE) if self._is_kept else None
+            if text is not None:
+                found = without_format(json.loads(text), "notifications")
+                known = [Reported(Message(**r["message"]), r["is_sent"], r["tries"]) for r in found["problems"]]
+                return {r.message.key: r for r in known}, int(found["asked_ms"])
         except (DeliveredError, ValueError, KeyError, TypeError) as error:
             log.debug("earlier notifications cannot be read: %s", error)
-            return dict(self._known or {})
+        return self._known, 0
 
-    def _store(self, known: dict[str, Reported]) -> None:
-        if known == self._known:
-            return
-        self._known = known
-        listed = [asdict(r) for r in known.values()][-_KEPT_MAX:]
+    def _store(self, asked_ms: int) -> bool:
+        listed = [asdict(r) for r in self._known.values()][-_KEPT_MAX:]
         try:
-            text = json.dumps(with_format({"problems": listed}), separators=(",", ":"))
-            folder.write(self._location, FILE, text.encode(), first=False)
+            folder.write_record(self._location, FILE, {"problems": listed, "asked_ms": asked_ms})
         except (DeliveredError, OSError) as error:
             log.debug("notifications were not kept: %s", error)
+            return False
+        return True
 
 
 def _why(error: Exception) -> str:

@@ -109,6 +109,7 @@ class Status:
         wal_held_back: bytes that each outbox slot keeps its server from removing.
         audits: the last one by sink: verdict, seconds since 1970, figures.
         seals: by sink: what audits have sealed.
+        asked_ms: when, in milliseconds since 1970.
     """
 
     pipeline: str
@@ -139,6 +140,7 @@ class Status:
     audits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     seals: Mapping[str, SealStatus] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
+    asked_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
 
     @property
     def decided_age_s(self) -> float | None:
@@ -325,7 +327,7 @@ def status(pipeline: Definition) -> Status:
 
 def _status(pipeline: Definition) -> Status:
     problems: list[Problem] = []
-    answers: dict[str, Any] = {}
+    answers: dict[str, Any] = {"asked_ms": time.time_ns() // 1_000_000}
     incarnation: str | None = None
     with _asking(problems):
         incarnation, _ = logged(pipeline.checkpoint)
