@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,15 @@ def test_a_lag_that_moves_is_no_trend(lags: list[int]) -> None:
     found = sampled(lags, [500] * 12)
     pace = pace_of(found, {"source": {"t/0": lags[-1]}}, found[-1].at_ms)
     assert pace is not None and not pace.grows
+
+
+def test_what_waited_for_a_driver_is_no_trend() -> None:
+    """It was away for 40 s, and catches up: its own samples alone say how fast."""
+    before = sampled([0] * 4, [100] * 4)
+    later = [replace(s, at_ms=s.at_ms + 55_000) for s in sampled([8000, 8500, 8400, 8300], [0, 400, 600, 600])]
+    pace = pace_of([*before, *later], {"source": {"t/0": 8300}}, later[-1].at_ms)
+    assert pace is not None and not pace.grows
+    assert pace_of([*before, later[0]], {"source": {"t/0": 8000}}, later[0].at_ms) is None, "too few"
 
 
 def test_without_a_driver_all_that_arrives_waits() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -90,6 +91,8 @@ def pace_of(samples: Sequence[Sample], lag: Mapping[str, Mapping[str, int]], now
 
 def _of_source(samples: Sequence[Sample], lag: int, now_ms: int) -> Pace | None:
     since_ms = now_ms - WINDOW_S * 1000
+    stops = [b.at_ms for a, b in pairwise(samples) if b.at_ms - a.at_ms > _STALE_S * 1000]
+    samples = [s for s in samples if s.at_ms >= max(stops, default=0)]  # since its driver was started again
     window = [s for s in samples if s.at_ms >= since_ms]
     if len(window) < _SAMPLES_MIN:
         window = list(samples[-_SAMPLES_MIN:])
