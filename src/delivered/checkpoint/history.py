@@ -18,6 +18,7 @@ from typing import Any
 from pyarrow import fs
 
 from delivered.checkpoint.folder import open_folder
+from delivered.checkpoint.location import SCHEME
 from delivered.model.work import BatchReport
 from delivered.source import lag_by_partition
 
@@ -193,6 +194,8 @@ def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _path(location: str, name: str) -> Path | None:
+    if SCHEME.match(location) and not location.startswith("file:"):
+        return None  # without a client for its store: this is asked for every batch
     filesystem, folder = open_folder(location)
     return Path(folder) / name if isinstance(filesystem, fs.LocalFileSystem) else None
 
