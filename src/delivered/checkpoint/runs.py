@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from delivered.checkpoint import folder
 from delivered.model.errors import DeliveredError
-from delivered.model.work import with_format, without_format
+from delivered.model.work import without_format
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +78,7 @@ def keep(location: str, run: Run) -> None:
     try:
         others = [r for r in runs(location) if (r.id, r.started_ms) != (run.id, run.started_ms)]
         kept = sorted([*others, run], key=lambda r: r.started_ms)[-RUNS_MAX:]
-        text = json.dumps(with_format({"runs": [r.to_json() for r in kept]}), separators=(",", ":"))
-        folder.write(location, FILE, text.encode(), first=False)
+        folder.write_record(location, FILE, {"runs": [r.to_json() for r in kept]})
     except Exception as error:
         log.debug("the run was not kept: %s", error)
 
