@@ -12,8 +12,9 @@ from pathlib import Path
 from tests.support.orders import Orders
 from tools.chromium import browser
 
+from delivered.operate.asking import status
 from delivered.operate.page import flow_of, page
-from delivered.operate.status import Driver, status
+from delivered.operate.status import Driver
 
 KEPT = Path("build") / "page-a-receiver-is-killed.html"
 DOCS = Path(__file__).parent

@@ -15,8 +15,9 @@ from delivered import html
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.rows import OnBadRow
 from delivered.model.schedule import SHARE, Cadence, Load, Schedule
+from delivered.operate.asking import status
 from delivered.operate.page import flow_of
-from delivered.operate.status import Status, status
+from delivered.operate.status import Status
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import gather
 from delivered.planner import Plan, Refusal, make_plan

@@ -16,7 +16,7 @@ from delivered.audit.evidence import read_ledger
 from delivered.cli.main import app
 from delivered.entry import Pipeline
 from delivered.model import step
-from delivered.operate.status import status
+from delivered.operate.asking import status
 
 __all__ = ["losing"]
 

@@ -20,9 +20,10 @@ from delivered.connectors.kafka.source import KafkaDriver
 from delivered.engine.context import open_shared_ledger
 from delivered.engine.owner import _at
 from delivered.model.work import Owner
-from delivered.operate import status as looked
+from delivered.operate import asking, rules
+from delivered.operate.asking import status
 from delivered.operate.metrics import text
-from delivered.operate.status import Driver, Status, not_ready, status
+from delivered.operate.status import Driver, Status, not_ready
 
 
 @contextmanager
@@ -70,8 +71,8 @@ def problems(found: Status) -> dict[str, Any]:
 def test_a_transaction_of_another_application_is_named(
     kafka: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looked, "_BLOCKS_S_MIN", 0.0)
-    monkeypatch.setattr(looked, "_BLOCKS_SHARE", 0.0)
+    monkeypatch.setattr(rules, "_BLOCKS_S_MIN", 0.0)
+    monkeypatch.setattr(rules, "_BLOCKS_SHARE", 0.0)
     source, sink = kafka.topic(1), kafka.topic(1)
     made = pipeline(kafka, tmp_path, source, sink)
     claimed(made)
@@ -121,7 +122,7 @@ def KafkaDriverOf(made: delivered.Pipeline) -> Iterator[KafkaDriver]:  # noqa: N
 def test_a_pipeline_whose_broker_is_away_is_unknown(
     kafka: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looked, "ASK_S_MAX", 1.0)
+    monkeypatch.setattr(asking, "ASK_S_MAX", 1.0)
     made = pipeline(kafka, tmp_path, kafka.topic(1), kafka.topic(1))
     claimed(made)
     assert status(made).driver is Driver.RUNNING
@@ -138,7 +139,7 @@ def test_a_pipeline_whose_broker_is_away_is_unknown(
 def test_a_pipeline_that_never_started_asks_its_source(
     kafka: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looked, "ASK_S_MAX", 1.0)
+    monkeypatch.setattr(asking, "ASK_S_MAX", 1.0)
     made = delivered.Pipeline(
         name="new", guarantee="exactly_once", checkpoint=tmp_path / "checkpoint",
         source=delivered.kafka(kafka.bootstrap, subscribe=kafka.topic(1)),

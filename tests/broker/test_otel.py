@@ -22,8 +22,9 @@ from delivered.connectors.log.produce import append
 from delivered.contract.source import ReceiverReport
 from delivered.engine.owner import _at
 from delivered.model.work import Owner
+from delivered.operate.asking import status
 from delivered.operate.metrics import CONSUMED, SENT, exporting
-from delivered.operate.status import SinkStatus, Status, status
+from delivered.operate.status import SinkStatus, Status
 from delivered_lab.brokers.servers import free_ports
 
 

@@ -18,8 +18,8 @@ from confluent_kafka import Producer
 from tools.chromium import browser as started
 
 from delivered.connectors.kafka.topics import id_prefix
+from delivered.operate.asking import status
 from delivered.operate.server import application
-from delivered.operate.status import status
 from delivered.pipeline.definition import Definition
 from delivered_lab.verify.evidence import End, Operation
 from delivered_lab.verify.matrix import Store

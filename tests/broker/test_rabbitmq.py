@@ -37,7 +37,7 @@ from delivered.connectors.rabbitmq.client import connect
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue, RabbitmqReceiver
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.work import Ok
-from delivered.operate.status import status
+from delivered.operate.asking import status
 from delivered_lab import brokers
 from delivered_lab.supervisor import hits, release
 from delivered_lab.verify.proxy import StreamProxy

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from tests.spark.log_to_sqlite import produce, rows, until
 
 import delivered
+from delivered.operate.asking import status
 from delivered.operate.metrics import serving
-from delivered.operate.status import status
 from delivered.spark.listener import QueryMetrics
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from delivered.checkpoint.runs import RUNS_MAX, Run
 from delivered.model.errors import DeliveredError, Unreachable
 from delivered.operate.looks import looked_at, new_dead_letters
 from delivered.operate.pace import pace_of
-from delivered.operate.status import Driver, SinkStatus, Status, run_problems
+from delivered.operate.rules import run_problems
+from delivered.operate.status import Driver, SinkStatus, Status
 
 
 def sampled(lags: list[int], reads: list[int], every_s: float = 5.0) -> list[Sample]:

@@ -26,9 +26,11 @@ from delivered.connectors.log.produce import append
 from delivered.contract.source import DedupWindow
 from delivered.engine.owner import _at
 from delivered.model.work import BatchReport, Owner
+from delivered.operate.asking import status
 from delivered.operate.metrics import serving, text
 from delivered.operate.page import Flow, page
-from delivered.operate.status import Driver, Status, hanging_transactions, old_transactions, receiver_problems, status
+from delivered.operate.rules import hanging_transactions, old_transactions, receiver_problems
+from delivered.operate.status import Driver, Status
 from delivered.operate.transactions import Open
 from delivered.pipeline.receive import Presence, has_died
 

@@ -181,8 +181,8 @@ def _chosen(options: Mapping[str, object]) -> str:
 
 def _follow(paths: list[Path], every: str | None, share: str | None, master: str | None, log_format: LogFormat) -> int:
     from delivered.model.schedule import Cadence
+    from delivered.operate.asking import files
     from delivered.operate.continuous import AuditProcess, Follower
-    from delivered.operate.status import files
 
     log_as(log_format)
     cadence = None if every is None else Cadence.parse(every, share)

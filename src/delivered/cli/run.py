@@ -417,8 +417,8 @@ def _run_pipeline(
 @contextlib.contextmanager
 def _metrics(pipeline: Pipeline, port: int) -> Iterator[QueryMetrics]:
     """Serve them; yields the listener that gets those of queries. Before Spark starts: it refuses at once."""
+    from delivered.operate.asking import status
     from delivered.operate.metrics import serving
-    from delivered.operate.status import status
     from delivered.spark.listener import QueryMetrics
 
     queries = QueryMetrics({pipeline.name: pipeline.checkpoint})

@@ -33,19 +33,10 @@ from delivered.cli.command import (
 from delivered.model.errors import UsageError
 from delivered.model.limits import NOTIFY_EVERY_S
 from delivered.model.options import is_reference, resolve_secret
+from delivered.operate.asking import files, look, look_at
 from delivered.operate.page import look_with_flow
 from delivered.operate.seals import sealed_text, span
-from delivered.operate.status import (
-    Driver,
-    Status,
-    files,
-    lag_text,
-    look,
-    look_at,
-    not_ready,
-    receivers_text,
-    unanswered,
-)
+from delivered.operate.status import Driver, Status, lag_text, not_ready, receivers_text, unanswered
 
 PathsArgument = Annotated[
     list[Path], typer.Argument(help="Pipeline files, or folders of them. Default: this folder.", show_default=False)

@@ -23,8 +23,8 @@ from delivered.engine.context import open_shared_ledger
 from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
 from delivered.model.schedule import STOP_S_MAX, Cadence, Load, Schedule
+from delivered.operate.asking import ASK_S_MAX, files
 from delivered.operate.seals import SealStatus
-from delivered.operate.status import ASK_S_MAX, files
 from delivered.pipeline.definition import Definition
 
 log = logging.getLogger(__name__)

@@ -31,8 +31,9 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, NOTIFY_EVERY_S, NOTIFY_TRI
 from delivered.model.options import resolve_secret
 from delivered.model.secrets import without_passwords
 from delivered.model.work import without_format
+from delivered.operate.asking import status
 from delivered.operate.problem import Problem
-from delivered.operate.status import Status, status, unanswered
+from delivered.operate.status import Status, unanswered
 from delivered.pipeline.definition import Definition, Webhook
 
 log = logging.getLogger("delivered.notify")

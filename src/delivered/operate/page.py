@@ -14,8 +14,9 @@ from delivered.checkpoint.history import audits, batches
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import batches_text
 from delivered.model.work import STEPS, BatchReport
+from delivered.operate.asking import look_at
 from delivered.operate.seals import SealStatus, records
-from delivered.operate.status import Status, look_at, summary
+from delivered.operate.status import Status, summary
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import gather

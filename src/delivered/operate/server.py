@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from delivered.model.errors import DeliveredError, MissingExtra, UsageError
+from delivered.operate.asking import look
 from delivered.operate.page import look_with_flow, page
-from delivered.operate.status import look
 from delivered.operate.transactions import end_transaction
 from delivered.pipeline.definition import Definition
 
