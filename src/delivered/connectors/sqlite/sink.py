@@ -141,15 +141,15 @@ class SqliteSink(DatabaseSink):
 
     def ready_target(self, schema: pa.Schema) -> None:
         with self._altering() as connection:
-            if self.options.merge_schema and target.table_columns(connection, self.options.table):
-                target.add_columns(connection, self.options, schema, alter=False)
+            if self.options.merge_schema and (check := target.table_check(connection, self.options)) is not None:
+                check(schema)
             else:
                 target.ready(connection, self.options, schema)
 
     def add_columns(self, schema: pa.Schema) -> None:
         if self.options.merge_schema:
             with self._altering() as connection:
-                target.add_columns(connection, self.options, schema, alter=True)
+                target.add_columns(connection, self.options, schema)
 
     @contextlib.contextmanager
     def _altering(self) -> Iterator[sqlite3.Connection]:

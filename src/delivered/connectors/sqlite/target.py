@@ -259,11 +259,8 @@ def ready(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Sch
 _RECOVERY_ACTION = "write to another table, or restore the rows' columns and types"
 
 
-def add_columns(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Schema, *, alter: bool) -> None:
+def add_columns(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Schema) -> None:
     """Add the columns that the table lacks, and remember them. Runs inside a read-write transaction.
-
-    Args:
-        alter: change the table; False: only check that it can be changed.
 
     Raises:
         UsageError: rows of this schema cannot be written to the table.
@@ -273,15 +270,13 @@ def add_columns(connection: sqlite3.Connection, options: SqliteOptions, schema: 
     missing = absent(options, pa.schema([f for f in schema if f.name.lower() not in columns]), columns)
     compare(options, pa.schema([f for f in schema if f not in missing]), columns)
     known = stored_schema(connection, options.table)
-    canonical = TYPES.canonical_schema(schema)
-    now = canonical if known is None else extended(options, known, canonical, _RECOVERY_ACTION)
-    if alter:
-        for field in missing:
-            kind = TYPES.declared(field.type)
-            connection.execute(f"ALTER TABLE {quoted(options.table)} ADD COLUMN {quoted(field.name)} {kind}")
-        if known is not None:
-            values = (now.serialize().to_pybytes(), options.table)
-            connection.execute("UPDATE _delivered_table SET arrow_schema = ? WHERE name = ?", values)
+    now = None if known is None else extended(options, known, TYPES.canonical_schema(schema), _RECOVERY_ACTION)
+    for field in missing:
+        kind = TYPES.declared(field.type)
+        connection.execute(f"ALTER TABLE {quoted(options.table)} ADD COLUMN {quoted(field.name)} {kind}")
+    if now is not None:
+        values = (now.serialize().to_pybytes(), options.table)
+        connection.execute("UPDATE _delivered_table SET arrow_schema = ? WHERE name = ?", values)
 
 
 def table_check(connection: sqlite3.Connection, options: SqliteOptions) -> Callable[[pa.Schema], None] | None:
