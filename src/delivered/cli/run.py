@@ -49,6 +49,7 @@ from delivered.cli.command import (
     working,
 )
 from delivered.cli.local import next_here
+from delivered.machine import without_pandas
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
 from delivered.model.patience import Outages, StoppedWaiting, patiently
@@ -109,7 +110,8 @@ def plan(
     from delivered.planner import Refusal, make_plan, to_json
 
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
-    with working(f"checking source and sink of {pipeline.name}"):
+    light = contextlib.nullcontext() if pipeline.transform.function is not None else without_pandas()
+    with working(f"checking source and sink of {pipeline.name}"), light:
         request = gather(pipeline, None, offline=offline, takeover=takeover)
         outcome = make_plan(request)
     if not isinstance(outcome, Refusal) and any(f.code == UNCHECKED for f in request.transform.findings):
