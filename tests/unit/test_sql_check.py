@@ -82,6 +82,7 @@ def test_what_only_spark_can_tell_is_a_doubt(sql: str) -> None:
         "WITH a AS (SELECT value AS v FROM source) SELECT v FROM a WHERE v IS NOT NULL",
         "SELECT date_trunc('HOUR', timestamp) AS hour, extract(DAY FROM timestamp) AS day FROM source",
         "SELECT from_json(CAST(value AS STRING), 'a INT').a AS a, current_timestamp AS now FROM source",
+        "SELECT uuid() AS id, random() AS r, chr(65) AS c FROM source",
         "SELECT count(*) OVER w AS n FROM source WINDOW w AS (PARTITION BY topic)",
     ],
 )
@@ -103,7 +104,8 @@ def test_columns_have_the_types_that_are_certain() -> None:
 
 
 @pytest.fixture
-def orders(tmp_path: Path) -> Path:
+def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delitem(sys.modules, "pyspark.sql", raising=False)  # with a session of other tests
     append(str(tmp_path / "in"), pa.table({"key": [b"k"], "value": [b"v"]}))
     with closing(sqlite3.connect(tmp_path / "out.db")) as connection:
         connection.execute("CREATE TABLE orders (id INTEGER, text TEXT)")

@@ -64,12 +64,12 @@ view views void watermark week weeks when where while width window with within w
 _KEYWORDS = frozenset(_KEYWORDS_TEXT.split())
 """Of Spark's grammar (SQLKeywordUtils.keywords); most of them may be names, too."""
 _SQL_ONLY_TEXT = """
-approx_top_k approx_top_k_accumulate approx_top_k_combine approx_top_k_estimate from_avro from_protobuf len
-luhn_check mod percentile_cont percentile_disc python_worker_logs schema_of_avro space sql_keywords to_avro
-to_protobuf variant_explode variant_explode_outer
+approx_top_k approx_top_k_accumulate approx_top_k_combine approx_top_k_estimate chr from_avro from_protobuf len
+luhn_check mod percentile_cont percentile_disc python_worker_logs random schema_of_avro space sql_keywords to_avro
+to_protobuf uuid variant_explode variant_explode_outer
 """
 _SQL_ONLY = frozenset(_SQL_ONLY_TEXT.split())
-"""Functions of SQL that `pyspark.sql.functions` has not."""
+"""Functions of SQL that `pyspark.sql.functions` has not, in one of the versions from 3.5 on."""
 _STARTS = ("SELECT", "WITH", "FROM", "VALUES", "TABLE")
 _CLAUSES = ("FROM", "WHERE", "GROUP", "ORDER", "HAVING", "LIMIT", "JOIN", "UNION")
 _NAMES = frozenset(("source", "value", "key", "topic"))
@@ -151,7 +151,9 @@ def _functions() -> frozenset[str]:
     spec = find_spec("pyspark")
     if spec is None or spec.origin is None:
         return frozenset()
-    text = (Path(spec.origin).parent / "sql" / "functions" / "builtin.py").read_text(encoding="utf-8")
+    names = ("functions/builtin.py", "functions.py")  # the latter in 3.5
+    files = (Path(spec.origin).parent / "sql" / name for name in names)
+    text = next(f for f in files if f.exists()).read_text(encoding="utf-8")
     return _SQL_ONLY | {name.lower() for name in re.findall(r"^(?:def )?(\w+)(?:\(| = )", text, re.MULTILINE)}
 
 
