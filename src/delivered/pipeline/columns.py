@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -23,6 +24,8 @@ _HARMLESS = re.compile(
     r"spark\.sql\.(shuffle|streaming|execution|adaptive|files|ansi\.enabled$|session\.timeZone)", re.IGNORECASE
 )
 """Settings that change neither grammar nor names nor types."""
+_SESSION_FROM = frozenset(("SPARK_REMOTE", "PYSPARK_GATEWAY_PORT", "PYSPARK_SUBMIT_ARGS"))
+"""Variables that give a session more than is known here."""
 _STAND_INS = (pa.string(), pa.binary(), pa.int64(), pa.bool_(), pa.timestamp("us", "UTC"))
 """Types in the place of an unknown one: what a sink refuses for each of them, with the same words, it refuses."""
 
@@ -60,15 +63,22 @@ def checked_columns(pipeline: Definition) -> tuple[Finding, ...]:
 def _sql(pipeline: Definition, sources: Mapping[str, pa.Schema]) -> SqlFacts:
     if not is_readable():
         return SqlFacts(doubt="the package sqlglot is not installed")
-    return check_sql(pipeline.transform.sql, sources, builtin=_is_builtin(pipeline))
+    facts = check_sql(pipeline.transform.sql, sources, builtin=_is_builtin(pipeline))
+    return SqlFacts(doubt=facts.error.message) if facts.error is not None and _has_session() else facts
 
 
 def _is_builtin(pipeline: Definition) -> bool:
     """Whether the pipeline's session has Spark's own functions, tables and grammar, and no others."""
-    if {"SPARK_REMOTE", "PYSPARK_GATEWAY_PORT"} & os.environ.keys() or (pipeline.master or "local").startswith("sc:"):
+    if _SESSION_FROM & os.environ.keys() or (pipeline.master or "local").startswith("sc:"):
         return False
     settings = {**spark_defaults(), **pipeline.conf}
     return not any(k.startswith(("spark.sql.", "spark.remote")) and not _HARMLESS.match(k) for k in settings)
+
+
+def _has_session() -> bool:
+    """Whether a start in this process uses a session that is there, with whatever was registered in it."""
+    spark = sys.modules.get("pyspark.sql")
+    return spark is not None and spark.SparkSession.getActiveSession() is not None
 
 
 def spark_defaults() -> dict[str, str]:
