@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +18,7 @@ from delivered.planner import Plan, Refusal
 def test_sql_is_held_against_the_source(spark: SparkSession, tmp_path: Path) -> None:
     append(str(tmp_path / "in"), pa.table({"key": [b"k"], "value": [b"v"]}))
 
-    def plan(sql: str, **sink: str) -> Plan | Refusal:
+    def plan(sql: str, session: SparkSession | None = spark, **sink: str) -> Plan | Refusal:
         return delivered.Pipeline(
             name="orders",
             guarantee="exactly_once",
@@ -24,7 +26,7 @@ def test_sql_is_held_against_the_source(spark: SparkSession, tmp_path: Path) -> 
             source=delivered.log(tmp_path / "in"),
             transform=sql,
             sinks=[delivered.sqlite(tmp_path / "out.db", table="orders", **sink)],
-        ).plan(spark)
+        ).plan(session)
 
     spark.range(3).createOrReplaceTempView("source")
     fine = plan("SELECT CAST(value AS STRING) AS id FROM source")
@@ -46,6 +48,9 @@ def test_sql_is_held_against_the_source(spark: SparkSession, tmp_path: Path) -> 
 
     spark.udf.register("twice", lambda x: 2 * x, "int")
     assert isinstance(plan("SELECT twice(1) AS id FROM source"), Plan), "functions of the session are known"
+    unasked = plan("SELECT twice(1) AS id FROM source", None)
+    assert isinstance(unasked, Plan), "a start would use the session that is there"
+    assert any("'twice'" in w for w in unasked.warnings), unasked.warnings
     changing = udf(lambda: "x", "string").asNondeterministic()
     spark.udf.register("token", changing)
     warned = plan("SELECT token() AS id FROM source")
@@ -55,6 +60,11 @@ def test_sql_is_held_against_the_source(spark: SparkSession, tmp_path: Path) -> 
     assert isinstance(known, Plan) and not any("registered" in w for w in known.warnings)
     column = plan("SELECT map('a', 1) AS id FROM source")
     assert isinstance(column, Refusal), "a column that the sink cannot take"
+    with closing(sqlite3.connect(tmp_path / "out.db")) as connection:
+        connection.execute("CREATE TABLE orders (other TEXT)")
+    lacking = plan("SELECT CAST(value AS STRING) AS id FROM source")
+    assert isinstance(lacking, Refusal), "a column that the table does not have"
+    assert lacking.code == "COLUMN_MISSING"
     assert not (tmp_path / "checkpoint").exists()
 
 

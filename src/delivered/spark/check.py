@@ -129,6 +129,8 @@ def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Findin
             sink = endpoint.sink()
             sink.check_schema(columns)
             sink.check_rows(columns)
+            if (check := sink.target_check()) is not None:
+                check(columns)
     except UsageError as error:
         return (Finding.refusal(error),)
     except DeliveredError:
