@@ -321,6 +321,8 @@ def test_login_and_password(new_postgres: Callable[..., Postgres], monkeypatch: 
         write(sink("not-the-secret-word"), [rows(0, 0)])
     assert "not-the-secret-word" not in str(caught.value) + repr(caught.value.__cause__)
     assert "not-the-secret-word" not in repr(sink("not-the-secret-word"))
+    stranger = CONNECTOR.sink({"url": postgres.url.replace("delivered@", "nobody_here@"), "dbtable": table})
+    assert [f.code for f in stranger.preflight(EXACT)] == ["POSTGRES_LOGIN"]
     monkeypatch.setenv("APP_PASSWORD", "open-sesame")
     right = pickle.loads(pickle.dumps(sink("env:APP_PASSWORD")))
     assert [f.code for f in right.preflight(EXACT) if f.refuses] == ["PERMISSION"]

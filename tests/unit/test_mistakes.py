@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import socket
+import socketserver
 import sqlite3
+import sys
+import threading
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +16,10 @@ import pytest
 from tests.support.decided import checkpoint, decide, pipeline
 from typer.testing import CliRunner
 
+import delivered
 from delivered.cli.main import app
 from delivered.connectors.log.produce import append
+from delivered.model.capability import Guarantee
 from delivered.model.work import Owner
 
 FILE = """\
@@ -28,7 +33,8 @@ sinks: [{{format: sqlite, path: {folder}/out.db, table: orders, ifNotExists: fal
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delitem(sys.modules, "pyspark.sql", raising=False)  # with a session of other tests
     append(str(tmp_path / "in"), pa.table({"value": [b"a"]}))
     with closing(sqlite3.connect(tmp_path / "out.db")) as connection:
         connection.execute("CREATE TABLE orders (id TEXT)")
@@ -113,6 +119,22 @@ def test_a_mistake_says_what_to_do_next(folder: Path, name: str) -> None:
     assert step
     assert mistake.next in step
     assert done.exit_code == mistake.exit_code
+
+
+class _Ssh(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+
+@pytest.mark.parametrize("system", ["postgres", "mysql"])
+def test_another_server_on_the_port_is_none_that_refuses_the_login(system: str) -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Ssh) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"{system.replace('postgres', 'postgresql')}://me@127.0.0.1:{server.server_address[1]}/shop"
+        (finding,) = delivered.endpoint(system, url=url, dbtable="orders").sink().preflight(Guarantee.AT_LEAST_ONCE)
+        server.shutdown()
+    assert finding.code.endswith("_UNREACHABLE"), finding
+    assert "port" in str(finding.next_step)
 
 
 def test_a_renamed_pipeline_is_told_its_name(tmp_path: Path) -> None:

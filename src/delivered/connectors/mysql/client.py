@@ -171,6 +171,8 @@ def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
     text, where = error_message(error), f"MySQL at {options.place}"
     if number in LOGIN:
         return Unreachable("MYSQL_LOGIN", where=where, text=text)
+    if text.startswith("Packet sequence number wrong"):
+        return Unreachable("MYSQL_UNREACHABLE.OTHER_SERVER", where=where, text=text)
     if number in LOST:
         return Unreachable("MYSQL_UNREACHABLE.CONNECTION", where=where, text=text, host=options.host, port=options.port)
     if number in _FULL:
