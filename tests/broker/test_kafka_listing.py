@@ -12,7 +12,8 @@ from tests.broker.source_help import produce, source
 from delivered.clients.kafka.listing import EARLIEST, LATEST, describe_topics, list_offsets
 from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.connectors.kafka.reader import KafkaDriverClient
-from delivered.model.errors import UsageError
+from delivered.model.errors import DeliveredError, UsageError
+from delivered_lab.brokers import kafka as samples
 
 
 @pytest.fixture
@@ -70,3 +71,9 @@ def test_offsets_of_a_group_are_committed_and_found(kafka: Any, client: KafkaDri
     with pytest.raises(UsageError, match=r"TOPIC_MISSING.*no\.such\.topic"):
         client.commit(group + "-free", {("no.such.topic", 0): 2})
     consumer.close()
+
+
+def test_samples_for_a_topic_that_is_not_there(kafka: Any) -> None:
+    """At once: the client alone would look for it until the records' time-out."""
+    with pytest.raises(DeliveredError, match=r"TOPIC\b.*no\.such\.topic.*brokers topic"):
+        samples.produce(kafka.bootstrap, "no.such.topic", 3)

@@ -210,10 +210,11 @@ def produce(bootstrap: str, topic: str, records: int) -> None:
     """Send orders as JSON, keyed by customer, and wait until all are acknowledged.
 
     Raises:
-        DeliveredError: not all were acknowledged.
+        DeliveredError: the topic does not exist, no answer, or not all were acknowledged.
     """
     library = _client()
     producer = library.Producer({"bootstrap.servers": bootstrap, "enable.idempotence": True, "log_level": 0})
+    _describe(producer, bootstrap, topic)
     failed: list[str] = []
     on_delivery = lambda error, _: None if error is None else failed.append(error.str())  # noqa: E731
     for i in range(records):
@@ -234,6 +235,17 @@ def produce(bootstrap: str, topic: str, records: int) -> None:
         )
 
 
+def _describe(client: Any, bootstrap: str, topic: str) -> Any:
+    """Metadata of an existing topic. Raises as `consume`."""
+    try:
+        metadata = client.list_topics(topic, _TIMEOUT_S).topics[topic]
+    except _client().KafkaException as error:
+        raise _unreachable(bootstrap, error) from None
+    if metadata.error is not None:
+        raise DeliveredError("TOPIC.DESCRIBE", topic=topic, bootstrap=bootstrap, error=metadata.error.str())
+    return metadata
+
+
 def consume(bootstrap: str, topic: str) -> Iterator[tuple[int, int, bytes | None, bytes | None]]:
     """Partition, offset, key and value of every record that is visible to a read_committed reader now.
 
@@ -245,13 +257,7 @@ def consume(bootstrap: str, topic: str) -> Iterator[tuple[int, int, bytes | None
     settings |= {"enable.partition.eof": True, "enable.auto.commit": False, "log_level": 0}
     consumer = library.Consumer({"bootstrap.servers": bootstrap, **settings})
     try:
-        try:
-            metadata = consumer.list_topics(topic, _TIMEOUT_S).topics[topic]
-        except library.KafkaException as error:
-            raise _unreachable(bootstrap, error) from None
-        if metadata.error is not None:
-            raise DeliveredError("TOPIC.DESCRIBE", topic=topic, bootstrap=bootstrap, error=metadata.error.str())
-        left = set(metadata.partitions)
+        left = set(_describe(consumer, bootstrap, topic).partitions)
         consumer.assign([library.TopicPartition(topic, p, library.OFFSET_BEGINNING) for p in left])
         while left:
             for message in consumer.consume(_READ_AT_ONCE, _TIMEOUT_S):
