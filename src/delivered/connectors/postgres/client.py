@@ -253,7 +253,7 @@ def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
     if state is None:
         if "received invalid response to" in text or "expected authentication request" in text:
             return Unreachable("POSTGRES_UNREACHABLE.OTHER_SERVER", where=where, text=text)
-        if any(words in text for words in ("authentication", "password", "pg_hba.conf", 'FATAL:  role "')):
+        if any(words in text for words in ("authentication", "password", "pg_hba.conf", 'FATAL: role "')):
             return _login(text, where)
         if "FATAL" in text and "does not exist" in text:  # while connecting, the client keeps no SQLSTATE
             return UsageError("DATABASE_MISSING.POSTGRES_CONNECT", where=where, text=text)
