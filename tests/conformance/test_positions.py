@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from tests.kafka_tools import make_topic_anew
 from tests.support.requests import ASKED, TO_SQLITE
 from tests.support.sinks import SCHEMA, SINKS, Rig, offsets, rows
 
+from delivered.connectors.kafka import retention
 from delivered.contract.sink import BoundedScan, Changes
 from delivered.contract.source import Offsets
 from delivered.engine.decide import commit_batch
@@ -38,6 +40,9 @@ EMBEDDED = ["memory-two-phase", "memory-one-transaction", "sqlite", "delta", "ic
 BY_BATCH = [f"{s}-{m}-by-batch" for s in ("postgres", "mysql") for m in ("one-transaction", "two-phase")]
 ORDERED = [*EMBEDDED, "kafka", "rocketmq", *POSTGRES, *BY_BATCH]
 QUICK = ("postgres-two-phase-by-batch", "mysql-one-transaction-by-batch")
+
+
+DAY_MS = 86_400_000
 
 
 def between(rig: Rig, since: Offsets | None = None, until: Offsets | None = None) -> Fingerprint:
@@ -811,17 +816,29 @@ class Topic:
         return json.loads(json.dumps(at)), json.loads(json.dumps(self.scan.kept(at)))
 
 
-@pytest.mark.parametrize("retention", [86_400_000, -1])
-def test_kafka_tells_retention_from_deletion(kafka: Any, retention: int) -> None:
-    topic = Topic(kafka, kafka.topic(1, retention_ms=retention))
+@pytest.mark.parametrize(
+    ("settings", "later_ms", "expires"),
+    [
+        ({"retention_ms": DAY_MS}, DAY_MS, True),
+        ({"retention_ms": DAY_MS, "retention_bytes": 1 << 30}, 0, False),
+        ({"retention_ms": -1, "retention_bytes": 1}, 0, True),
+        ({"retention_ms": -1}, DAY_MS, False),
+    ],
+)
+def test_kafka_tells_retention_from_deletion(
+    kafka: Any, settings: dict[str, int], later_ms: int, expires: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the age of the records and the size of the log."""
+    monkeypatch.setattr(retention, "_now_ms", lambda: time.time_ns() // 1_000_000 + later_ms)
+    topic = Topic(kafka, kafka.topic(1, **settings))
     at, facts = topic.start()
     topic.add(5)
     assert topic.scan.changes(at, facts) == Changes()
     topic.delete_before(4)
     changes = topic.scan.changes(at, facts)
-    (sentence,) = changes.expired if retention > 0 else changes.altered
+    (sentence,) = changes.expired if expires else changes.altered
     assert f"{topic.name}-0: offsets 0 to 3 were removed" in sentence
-    assert not (changes.altered if retention > 0 else changes.expired) and not changes.missed
+    assert not (changes.altered if expires else changes.expired) and not changes.missed
     assert (topic.count(None, at), topic.count(at)) == (6, 5)
     topic.delete_before(12)
     changes = topic.scan.changes(at, facts)

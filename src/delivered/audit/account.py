@@ -68,7 +68,7 @@ from delivered.audit.request import (
 )
 from delivered.audit.seal import Seal
 from delivered.audit.sealing import Seals, find_cut, read_account
-from delivered.checkpoint.folder import read_view
+from delivered.checkpoint.folder import batch_metadata, read_view
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets, Slice
 from delivered.model.errors import DeliveredError, Refused
@@ -399,22 +399,26 @@ def _expired(
     """The batches of which the sink's retention may have removed records; None: it removed none.
 
     In a partition of the sink, records lie in the order of batches, and retention removes the first ones. So it reached
-    no batch behind the newest one among the first records that are left. Where a partition has none left, or its first
-    one is not of this pipeline, all batches may be concerned.
+    no batch behind the newest one among the first records that are left, and none that is younger than it. Where a
+    partition has none left, or its first one is not of this pipeline, all batches that are old enough may be concerned.
     """
-    upserts = request.dedup is not None or request.write_mode.upserts
-    visible, removed = (
-        ledger.visible,
-        {} if upserts or request.sink_from is not None else scan.expired(ledger.history.since_ms),
-    )
-    if not removed or visible is None:
+    visible, ends = ledger.visible, ledger.ends
+    if visible is None or request.dedup is not None or request.write_mode.upserts or request.sink_from is not None:
         return None
+    started_ms = _started_ms(request.checkpoint, ledger)
+    reached = {
+        name: (expired.what, at)
+        for name, expired in scan.expired().items()
+        if (at := _newest_before(started_ms, expired.before_ms)) >= 0
+    }
+    if not reached:
+        return None
+    newest = max(at for _, at in reached.values())
     say("looking for the batches that the sink's retention reached")
     first: dict[str, Slice] = {}
     for piece in scan.slices():
         first.setdefault(piece.partition, piece)
-    slices = [piece for name, piece in first.items() if name in removed]
-    ends = [(batch, text) for batch, text in ledger.ends if batch <= visible.batch]
+    slices = [piece for name, piece in first.items() if name in reached]
     with comparing(request, scope, _FirstRows(scan)) as comparison:
         comparison.read(slices, 0)
 
@@ -424,12 +428,26 @@ def _expired(
             counts = comparison.compare(Ranges(SourceRange(begin, end, end), [(begin, end)], ())).result.counts
             return counts.sent - counts.lost - counts.altered
 
-        every = len(slices) == len(removed) and found(len(ends) - 1) == len(removed)
-        at = first_index(len(ends) - 1, lambda index: found(index) == len(removed)) if every else len(ends) - 1
+        every = len(slices) == len(reached) and found(newest) == len(reached)
+        at = first_index(newest, lambda index: found(index) == len(reached)) if every else newest
     batch, end = ends[at]
     account = ledger.account_at(batch) or Account(visible.total, visible.given_up)
-    why = f"{EXPIRED_IN_SINK}: {'; '.join(removed.values())}"
+    why = f"{EXPIRED_IN_SINK}: {'; '.join(what for what, _ in reached.values())}"
     return Unaudited(scope, 0, batch, as_text(begin), end, account, account, why)
+
+
+def _started_ms(checkpoint: str, ledger: LedgerAccount) -> list[int]:
+    """When each batch that the ledger keeps started, at the earliest, in ms since 1970; 0: unknown. Oldest first.
+
+    A batch starts once the one before it is decided.
+    """
+    oldest = batch_metadata(checkpoint, ledger.ends[0][0]) or {}
+    return [int(oldest.get("batchTimestampMs", 0)), *ledger.history.decided_ms][: len(ledger.ends)]
+
+
+def _newest_before(started_ms: Sequence[int], ms: int | None) -> int:
+    """The last index of a batch that started before a time; -1: none did. None: of any time."""
+    return max((at for at, start in enumerate(started_ms) if ms is None or start < ms), default=-1)
 
 
 def _account_for_expired(report: AuditReport, expired: Unaudited, read: SourceRange) -> AuditReport:

@@ -261,7 +261,7 @@ class History:
         ends: (batch, offsets) of each, oldest first.
         accounts: the running totals after each, in the same order.
         last, before: the newest decision and its predecessor.
-        since_ms: when batch 0 was decided; 0: the ledger no longer keeps it.
+        decided_ms: when each was decided, in ms since 1970, in the same order.
     """
 
     batches: int = 0
@@ -271,7 +271,7 @@ class History:
     accounts: tuple[Account, ...] = ()
     last: Decision | None = None
     before: Decision | None = None
-    since_ms: int = 0
+    decided_ms: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {"batches": self.batches, "faults": list(self.faults), "lines": [asdict(line) for line in self.lines]}
@@ -287,12 +287,10 @@ def check_history(decisions: Iterable[Decision], lines_max: int = SHOWN_MAX) -> 
     faults: list[str] = []
     ends: list[tuple[int, str]] = []
     accounts: list[Account] = []
+    decided_ms: list[int] = []
     before: Decision | None = None
     last: Decision | None = None
-    since_ms = 0
     for decision in decisions:
-        if decision.batch == 0:
-            since_ms = decision.decided_at_ms
         given_up = decision.given_up.count - (last.given_up.count if last else 0)
         if last is not None:
             faults.extend(_faults(last, decision))
@@ -313,13 +311,21 @@ def check_history(decisions: Iterable[Decision], lines_max: int = SHOWN_MAX) -> 
         )
         ends.append((decision.batch, decision.offsets))
         accounts.append(Account(decision.total, decision.given_up))
+        decided_ms.append(decision.decided_at_ms)
         before, last = last, decision
         if len(ends) > 2 * LEDGER_HISTORY_BATCHES:
             # A ledger that keeps everything must not make the audit run forever.
             faults.append(f"the ledger keeps more than {2 * LEDGER_HISTORY_BATCHES} batches; the rest was not checked")
             break
     return History(
-        len(ends), tuple(lines), tuple(faults[:SHOWN_MAX]), tuple(ends), tuple(accounts), last, before, since_ms
+        batches=len(ends),
+        faults=tuple(faults[:SHOWN_MAX]),
+        lines=tuple(lines),
+        ends=tuple(ends),
+        accounts=tuple(accounts),
+        last=last,
+        before=before,
+        decided_ms=tuple(decided_ms),
     )
 
 

@@ -254,6 +254,20 @@ class Changes:
         return cls(altered=(f"{what} was deleted" + " and recreated" * recreated,))
 
 
+@dataclass(frozen=True)
+class Expired:
+    """What retention may have removed from the start of a partition.
+
+    Attributes:
+        what: a sentence.
+        before_ms: only records written before this time, in ms since 1970: someone deleted younger ones; None: of any
+            age.
+    """
+
+    what: str
+    before_ms: int | None = None
+
+
 class BoundedScan(ABC):
     """A one-time read of a sink's current content. Picklable; holds no connection."""
 
@@ -306,13 +320,9 @@ class BoundedScan(ABC):
         """
         return Changes()
 
-    def expired(self, since_ms: int) -> Mapping[str, str]:  # noqa: ARG002
-        """What the system removed before anyone asked for a position, from the start of partitions, if its settings
-        prove that it was retention: partition, as slices name it, -> a sentence. In such a partition, records lie in
-        the order of their batches.
-
-        Args:
-            since_ms: no record is older, in ms since 1970; 0: unknown.
+    def expired(self) -> Mapping[str, Expired]:
+        """What is missing from the start of partitions, as slices name them, if the system's settings let it expire.
+        In such a partition, records lie in the order of their batches.
 
         Read-only. Raises Unreachable.
         """

@@ -56,7 +56,8 @@ class Checkpoint:
         return (self.folder / "offsets" / str(batch)).read_text().split("\n", 2)[2].strip()
 
     def plan(self, batch: int, offsets: str) -> None:
-        self._write(self.folder / "offsets" / str(batch), f"v1\n{{}}\n{offsets}")
+        planned = json.dumps({"batchTimestampMs": time.time_ns() // 1_000_000})
+        self._write(self.folder / "offsets" / str(batch), f"v1\n{planned}\n{offsets}")
 
     def log(self, batch: int) -> None:
         self._write(self.folder / "commits" / str(batch), "v1\n{}")

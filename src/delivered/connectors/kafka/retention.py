@@ -8,7 +8,7 @@ log has grown since that record.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,9 @@ from delivered.clients.kafka.record_batch import Partition
 from delivered.connectors.kafka.options import EARLIEST, LATEST, Positions, SourceOptions
 from delivered.connectors.kafka.reader import KafkaDriverClient, joined, written_at
 from delivered.contract.source import Retained
+
+CLOCKS_APART_MS = 60_000
+"""Of brokers, of hosts that write records, and of the one that compares."""
 
 _SETTINGS = ("cleanup.policy", "retention.ms", "retention.bytes")
 
@@ -34,13 +37,16 @@ class Retention:
     bytes_max: int | None
     compacts: bool
 
-    @property
-    def expires(self) -> bool:
-        return self.ms_max is not None or self.bytes_max is not None
+    def reach_ms(self, size: int | None) -> int | None:
+        """Records written before this time, in ms since 1970, may have been removed; None: of any age; 0: none.
 
-    def reaches(self, age_ms: int) -> bool:
-        """Whether it may have removed a record of this age."""
-        return self.bytes_max is not None or (self.ms_max is not None and age_ms >= self.ms_max)
+        Args:
+            size: of the partition's log, in bytes; None: unknown.
+        """
+        # What a limit in bytes cuts is at least that long afterwards, and only compaction makes it shorter.
+        if self.bytes_max is not None and (size is None or size >= self.bytes_max or self.compacts):
+            return None
+        return 0 if self.ms_max is None else _now_ms() - self.ms_max + CLOCKS_APART_MS
 
 
 def retention_of(client: KafkaDriverClient, topic: str) -> Retention | None:
@@ -51,6 +57,27 @@ def retention_of(client: KafkaDriverClient, topic: str) -> Retention | None:
         return None
     ms_max, bytes_max = (int(n) if "delete" in policy and int(n) >= 0 else None for n in limits if n is not None)
     return Retention(ms_max, bytes_max, "compact" in policy)
+
+
+def reach_ms(client: KafkaDriverClient, partitions: Collection[Partition]) -> dict[Partition, int | None]:
+    """`Retention.reach_ms` of each partition; absent: this user may not see its topic's settings.
+
+    Raises:
+        Unreachable, UsageError: no answer.
+    """
+    found: dict[Partition, int | None] = {}
+    for topic in sorted({t for t, _ in partitions}):
+        own, retention = [p for p in partitions if p[0] == topic], retention_of(client, topic)
+        if retention is None:
+            continue
+        has_limit = retention.bytes_max is not None
+        sizes = client.ask(partial(log_bytes, partitions=own), topic) if has_limit else {}
+        found |= {p: retention.reach_ms(sizes.get(p)) for p in own}
+    return found
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def retained(options: SourceOptions, client: KafkaDriverClient, at: Positions) -> Retained:
@@ -94,7 +121,7 @@ def _by_size(
     waiting: Mapping[Partition, tuple[int, int]],
 ) -> dict[Partition, int]:
     """When the log behind these records will have grown to its limit, if it grows on as it has since then."""
-    now, until = time.time_ns() // 1_000_000, dict[Partition, int]()
+    now, until = _now_ms(), dict[Partition, int]()
     for partition, size in sizes.items():
         start, end = waiting[partition]
         behind = size * (end - start) / max(1, end - first[partition])

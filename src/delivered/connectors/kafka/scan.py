@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from typing import Any
 from delivered.clients.kafka.record_batch import Partition
 from delivered.connectors.kafka.options import EARLIEST, Place, Positions
 from delivered.connectors.kafka.reader import KafkaDriverClient, joined
-from delivered.connectors.kafka.retention import Retention, retention_of
+from delivered.connectors.kafka.retention import reach_ms
 from delivered.connectors.kafka.source import KafkaSource, LogHistory, Parting, are_different
-from delivered.contract.sink import Changes
+from delivered.contract.sink import Changes, Expired
 from delivered.contract.source import Offsets, Slice
 from delivered.model.errors import UsageError
 from delivered.source import SourceScan
@@ -60,20 +60,22 @@ class KafkaScan(SourceScan):
             return driver.slices(start.to_json(), stop.to_json())
 
     def kept(self, position: Offsets) -> Mapping[str, Any]:
-        """First offsets, and the header of the record batch before the position."""
+        """First offsets and when they were written, and the header of the record batch before the position."""
         with self._topics() as now:
             at = Positions.from_json(position)
+            first = {p: now.first[p] for p in now.same(at)}
+            oldest = Positions({p: offset + 1 for p, offset in first.items() if offset < at.at[p]}, at.ids)
             return {
-                "first": Positions({p: now.first[p] for p in now.same(at)}).to_json(),
+                "first": Positions(first).to_json(),
                 "landmarks": _landmarks(now, at),
+                "written_ms": {p: _written_ms(text) for p, text in _landmarks(now, oldest).items()},
             }
 
     def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
         at = Positions.from_json(position)
         try:
             with self._topics() as now:
-                first = now.first if before is None else Positions.from_json(before["first"]).at
-                expired, deleted, missed, unknown = _removed(now, at, first)
+                expired, deleted, missed, unknown = _removed(now, at, before)
                 partings = _partings(now, at)
                 known = (before or {}).get("landmarks", {})
                 altered = [*_replaced(now, at), *_parted(now, at, partings, known), *deleted]
@@ -89,18 +91,15 @@ class KafkaScan(SourceScan):
             continues=all(parting.offset is not None for parting in partings.values()),
         )
 
-    def expired(self, since_ms: int) -> Mapping[str, str]:
-        """Records younger than `retention.ms` were deleted by someone, not by retention."""
-        found: dict[str, str] = {}
-        settings: dict[str, Retention | None] = {}
+    def expired(self) -> Mapping[str, Expired]:
+        """As the settings of the topics are now."""
         with self._topics() as now:
-            for p in sorted(p for p in now.end.at if now.first[p]):
-                if p[0] not in settings:
-                    settings[p[0]] = retention_of(now.client, p[0])
-                retention = settings[p[0]]
-                if retention is not None and retention.reaches(_now_ms() - since_ms):
-                    found[joined([p])] = f"{joined([p])}: offsets 0 to {now.first[p] - 1} were removed by retention"
-        return found
+            reach = reach_ms(now.client, [p for p in now.end.at if now.first[p]])
+        return {
+            joined([p]): Expired(f"{joined([p])}: offsets 0 to {now.first[p] - 1} were removed by retention", ms)
+            for p, ms in sorted(reach.items())
+            if ms != 0
+        }
 
     @contextmanager
     def _topics(self) -> Iterator[_Topics]:
@@ -113,10 +112,6 @@ class KafkaScan(SourceScan):
             first = {p: offset or 0 for p, offset in client.offsets(earliest).items()}
             end = Positions({p: ends[p] for p in partitions}, ids, epochs=epochs)
             yield _Topics(client, LogHistory(options, client.wire), first, end)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 def _only(at: Positions, now: _Topics) -> Positions:
@@ -174,25 +169,43 @@ def _parted(
 
 
 def _removed(
-    now: _Topics, at: Positions, first: Mapping[Partition, int]
+    now: _Topics, at: Positions, before: Mapping[str, Any] | None
 ) -> tuple[list[str], list[str], list[str], list[str]]:
     """What is missing from the start of logs: expired, deleted, missed and unknown."""
     expired, deleted, missed, unknown = [], [], [], []
     same, known = now.same(at), {t for t, _ in at.at}
-    settings: dict[str, Retention | None] = {}
+    first = now.first if before is None else Positions.from_json(before["first"]).at
+    removed = {p: until for p in same if (until := min(now.first[p], at.at[p])) > first.get(p, 0)}
+    reach = reach_ms(now.client, removed)
+    for p, until in sorted(removed.items()):
+        what = f"{joined([p])}: offsets {first.get(p, 0)} to {until - 1} were removed"
+        ms = reach.get(p)
+        if p not in reach:
+            unknown.append(f"{what}; this user may not see whether the topic's settings let records expire")
+        elif ms == 0:
+            deleted.append(f"{what}, and the topic's settings let no record expire")
+        elif ms is not None and _newest_ms(before or {}, p, complete=until == at.at[p]) >= ms:
+            deleted.append(f"{what}, and were younger than the topic's settings let records expire")
+        else:
+            expired.append(f"{what} by retention")
     for p in sorted(now.end.at):
-        low, until, was = now.first[p], at.at.get(p, 0), first.get(p, 0)
-        if p in same and min(low, until) > was:
-            what = f"{joined([p])}: offsets {was} to {min(low, until) - 1} were removed"
-            if p[0] not in settings:
-                settings[p[0]] = retention_of(now.client, p[0])
-            match settings[p[0]]:
-                case None:
-                    unknown.append(f"{what}; this user may not see whether the topic's settings let records expire")
-                case retention if retention.expires:
-                    expired.append(f"{what} by retention")
-                case _:
-                    deleted.append(f"{what}, and the topic's settings let no record expire")
+        low, until = now.first[p], at.at.get(p, 0)
         if low > until and (p in same or (p[0] in known and p not in at.at)):
             missed.append(f"{joined([p])}: offsets {until} to {low - 1} were removed before an audit read them")
     return expired, deleted, missed, unknown
+
+
+def _newest_ms(before: Mapping[str, Any], partition: Partition, *, complete: bool) -> int:
+    """When the newest of the records that were removed before a position was written, at the earliest; 0: unknown.
+
+    Args:
+        before: facts about them.
+        complete: all of them were removed.
+    """
+    name = "{}/{}".format(*partition)
+    last = before.get("landmarks", {}).get(name) if complete else None
+    return _written_ms(last) if last is not None else int(before.get("written_ms", {}).get(name, 0))
+
+
+def _written_ms(landmark: str) -> int:
+    return int(json.loads(landmark)["timestamp"])

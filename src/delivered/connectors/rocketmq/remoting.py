@@ -29,7 +29,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.rocketmq import RocketmqSinkOptions
-from delivered.contract.sink import BoundedScan, Changes
+from delivered.contract.sink import BoundedScan, Changes, Expired
 from delivered.contract.source import Offsets, Slice
 from delivered.model.errors import BadRecord, DeliveredError, PromiseBroken, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, ROCKETMQ_FRAME_BYTES_MAX, ROCKETMQ_QUEUES_MAX
@@ -580,13 +580,14 @@ class RocketmqScan(BoundedScan):
             there = [p for p in there if at[p.broker, p.queue] <= end[p.broker][p.queue]]  # reading on would wait
             return {"first": first, "last": {f"{p.broker}/{p.queue}": _id_before(cluster, p, at) for p in there}}
 
-    def expired(self, since_ms: int) -> Mapping[str, str]:
-        """Nothing else moves the first offset of a queue."""
-        del since_ms
+    def expired(self) -> Mapping[str, Expired]:
+        """Nothing else moves the first offset of a queue. A full disk does, whatever the age of the records."""
         with closing(Cluster(self.options)) as cluster:
             first = {f"{p.broker}/{p.queue}": first_offset(cluster, p) for p in cluster.places()}
         return {
-            name: f"queue {name}: offsets 0 to {at - 1} were removed by retention" for name, at in first.items() if at
+            name: Expired(f"queue {name}: offsets 0 to {at - 1} were removed by retention")
+            for name, at in first.items()
+            if at
         }
 
     def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
