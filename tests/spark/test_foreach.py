@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import sqlite3
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
-from tests.spark.portable_kills import kills
+from tests.spark.portable_kills import damage, kills, produce
 
 import delivered
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.connectors.sqlite.writer import staging_folder
 from delivered.engine.context import open_ledger
+from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.patience import patience_s
 from delivered.model.step import place
@@ -99,6 +101,12 @@ def test_a_frame_without_partitions_is_an_empty_batch(spark: SparkSession, check
     assert rows(checkpoint) == []
 
 
+def test_a_rerun_without_partitions_is_compared(spark: SparkSession, checkpoint: Path) -> None:
+    write(spark.range(3), 0, checkpoint)
+    with pytest.raises(delivered.ReplayDiffers):
+        write(spark.range(3).where("false"), 0, checkpoint)
+
+
 def test_the_driver_is_the_one_that_registered_its_session(spark: SparkSession, checkpoint: Path) -> None:
     """`foreachBatch` gets a clone of the session, in an object of its own."""
     clone = SparkSession(spark.sparkContext, spark._jsparkSession.cloneSession())  # type: ignore[attr-defined]
@@ -128,6 +136,30 @@ def test_times_are_the_same_in_every_zone(spark: SparkSession, checkpoint: Path,
     ((at,),) = rows(checkpoint)
     seconds = datetime.datetime.fromisoformat(at.replace("Z", "+00:00")).replace(tzinfo=datetime.UTC).timestamp()
     assert seconds == 1795676400.0
+
+
+def test_a_job_without_a_result_of_each_task_is_not_decided(
+    spark: SparkSession, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame = type(spark.range(1))
+    with monkeypatch.context() as cut:
+        collect = frame.collect
+        cut.setattr(frame, "collect", lambda self: collect(self)[:-1])
+        with pytest.raises(InvariantBroken, match="DELIVERED_MESSAGE_MISSING"):
+            write(spark.range(0, 2, 1, 2), 0, checkpoint)
+    write(spark.range(0, 2, 1, 2), 0, checkpoint)
+    assert rows(checkpoint) == [(0,), (1,)]
+
+
+@pytest.mark.matrix
+def test_a_jvm_that_dies_while_results_are_read_loses_no_rows(tmp_path: Path) -> None:
+    """PySpark reads an empty result then, without an error."""
+    all_rows = produce(tmp_path, 2)
+    for app, code in (("cut_off", 1), ("portable", 0)):
+        command = [sys.executable, "-m", f"tests.spark.apps.{app}", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert done.returncode == code, done.stderr
+    assert damage(tmp_path, all_rows, ()) == {"sqlite": (0, 0)}
 
 
 @pytest.mark.matrix

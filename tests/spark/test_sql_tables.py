@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -74,3 +75,20 @@ def test_a_table_is_read_and_inserted_into(
     ]:
         with pytest.raises(Exception, match=rf"\[DELIVERED_{code}\]"):
             spark.sql(statement).collect()
+
+
+@pytest.mark.parametrize("system", ["sqlite", "delta"])
+def test_the_path_of_a_table_is_the_one_that_was_given(
+    spark: SparkSession, tables: list[str], tmp_path: Path, system: str
+) -> None:
+    """Spark makes it a URI of the table's location, file:/..."""
+    path, name = str(tmp_path / "of a table"), f"local_{system}"
+    options = {"path": path, "guarantee": "exactly_once", "pipeline": "p"}
+    if system == "sqlite":
+        options["table"] = "t"
+    frame = spark.range(3).write.format(f"delivered_{system}").options(**options).option("runId", "first")
+    frame.mode("append").save()
+    tables += [name]
+    listed = ", ".join(f"'{k}' '{v}'" for k, v in options.items())
+    spark.sql(f"CREATE TABLE {name} USING delivered_{system} OPTIONS ({listed})")
+    assert spark.table(name).columns == ["id"]

@@ -26,13 +26,13 @@ from delivered.model.identity import checked_name
 from delivered.model.patience import serving_query
 from delivered.model.step import Moment, StepId, batch_of, reach
 from delivered.model.translate import translated
-from delivered.model.work import Action
+from delivered.model.work import Action, ShardMessage
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import check_start
 from delivered.pipeline.spec import PipelineSpec, SinkSpec
 from delivered.pipeline.written_schemas import with_schemas
 from delivered.spark.check import checkpoint_store, sender_of
-from delivered.spark.internals import query_checkpoint, to_arrow
+from delivered.spark.internals import is_connect, query_checkpoint, to_arrow
 from delivered.spark.settings import unadapted
 from delivered.spark.task import arm_driver
 from delivered.spark.writers import MESSAGE, ForeachTask, commit_next, find_runner, plan_next, read_view_of, unpacked
@@ -118,18 +118,29 @@ def _save(spec: PipelineSpec, df: DataFrame, batch: int) -> None:
         task = ForeachTask(sinks, plan, schema, spec.one_of_each)
         try:
             with unadapted(df.sparkSession):
-                rows = df.mapInArrow(task, f"{MESSAGE} binary").collect()
+                returned, tasks = _returned(df.mapInArrow(task, f"{MESSAGE} binary"))
         except Exception:
             runner.abort_unreported(plan)
             raise
-        messages = [unpacked(bytes(row[0]), plan) for row in rows]
+        messages: list[ShardMessage | None] = [unpacked(data, plan) for data in returned]
+        messages += [None] * (tasks - len(messages))
         try:
-            if not messages:  # a frame without partitions: an empty batch has one shard, too
+            if not messages:  # no partitions: one shard, as in Spark's own writes, so that a rerun is compared
                 messages = [write_shard(sinks, plan, 0, 0, iter(()), schema, partial(may_send, plan, 0))]
             commit_next(spec, runner, schema, batch, plan.offsets, messages)
         except Exception:
             runner.abort(messages)
             raise
+
+
+def _returned(frame: DataFrame) -> tuple[list[bytes], int]:
+    """What the tasks returned, one value each, and how many tasks there were.
+
+    PySpark reads rows from the JVM to the end of a socket: if the JVM dies meanwhile, the last ones are missing,
+    perhaps all, without an error. Spark Connect counts them itself.
+    """
+    returned = [bytes(row[0]) for row in frame.collect()]
+    return returned, len(returned) if is_connect(frame.sparkSession) else frame.rdd.getNumPartitions()
 
 
 _checked: set[str] = set()

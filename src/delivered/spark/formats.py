@@ -9,6 +9,7 @@ gets. Every statement resolves the table again, and reads its current content.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -163,7 +164,7 @@ def create_table_options(options: Mapping[str, str]) -> dict[str, str] | None:
         return None
     found = {k.removeprefix(_PREFIX): v for k, v in lowered.items() if k.startswith(_PREFIX)}
     if "path" in lowered:  # Spark removes it from OPTIONS, as the table's location
-        found.setdefault("path", lowered["path"])
+        found.setdefault("path", re.sub(r"^file:/+", "/", lowered["path"]))  # Hadoop's spelling of a local one
     hidden = redacted(found)
     secret = next((k for k in found if hidden[k] != found[k]), None)
     if secret is not None:
