@@ -60,6 +60,7 @@ BLOCKS_S = 20.0
 """15 s, or three batches of this machine."""
 FLOOD_PER_S = 4_000
 BATCH_MAX = 2_000
+ROW_BYTES_MAX = 100_000
 
 
 @dataclass(frozen=True)
@@ -315,8 +316,7 @@ def main(chosen: Sequence[str] = ()) -> int:
     broker = brokers.start("kafka", folder / "kafka", dies_with_parent=True)
     rabbitmq = brokers.start("rabbitmq", folder / "rabbitmq", dies_with_parent=True)
     admin = AdminClient({"bootstrap.servers": broker.bootstrap, "log_level": 0})
-    small = {"max.message.bytes": "100000"}
-    topics = [NewTopic("orders", 2, 1), NewTopic("clean", 2, 1, config=small), NewTopic("rejected", 1, 1)]
+    topics = [NewTopic("orders", 2, 1), NewTopic("clean", 2, 1), NewTopic("rejected", 1, 1)]
     for future in admin.create_topics(topics).values():
         future.result()
     pipeline = {
@@ -327,7 +327,8 @@ def main(chosen: Sequence[str] = ()) -> int:
             "calls": {"format": "rabbitmq", "url": rabbitmq.url, "queue": "calls", "log": str(folder / "log")},
         },
         "transform": {"sql": "SELECT key, value FROM orders UNION ALL SELECT key, value FROM calls"},
-        "sinks": [{"format": "kafka", "kafka.bootstrap.servers": broker.bootstrap, "topic": "clean"}],
+        "sinks": [{"format": "kafka", "kafka.bootstrap.servers": broker.bootstrap, "topic": "clean",
+                   "kafka.message.max.bytes": ROW_BYTES_MAX}],
         "on_bad_row": "dead_letter",
         "dead_letter": {"format": "kafka", "kafka.bootstrap.servers": broker.bootstrap, "topic": "rejected"},
         "master": "local[2]", "audit": {"every": f"{AUDIT_EVERY_S} s", "share": "100 %"},
@@ -480,7 +481,7 @@ def main(chosen: Sequence[str] = ()) -> int:
             "delivered run clean.yaml", driver.start,
         )  # fmt: skip
         case(
-            "a row is rejected", lambda: load.send(b"x" * 200_000), "DEAD_LETTERS", "DeliveredDeadLetters",
+            "a row is rejected", lambda: load.send(b"x" * 2 * ROW_BYTES_MAX), "DEAD_LETTERS", "DeliveredDeadLetters",
             "delivered dead-letters list clean.yaml", look_at_dead_letters,
         )  # fmt: skip
         case(
