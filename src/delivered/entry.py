@@ -170,6 +170,7 @@ class Pipeline(Definition):
             Refused: the plan is a refusal. A former query was stopped nevertheless.
             UsageError: a query on this checkpoint runs, and `restart` is False. Others, and Unreachable, as `plan`.
         """
+        from delivered.checkpoint.runs import keeping_failed_start
         from delivered.operate.notebook import allowed, follow, is_notebook, refused
         from delivered.spark.internals import recent_reports
         from delivered.spark.start import running, start, stop_between_batches
@@ -182,12 +183,13 @@ class Pipeline(Definition):
         for one in former if stop_former else ():
             between = stop_between_batches(one.query, RESTART_STOP_S)
             notes += allowed(one.pipeline, self, between)
-        plan = self.plan(spark, takeover=takeover)
-        if isinstance(plan, Refusal):
-            if notebook:
-                refused(plan, notes)
-            raise plan.error
-        query = start(self, spark)
+        with keeping_failed_start(self.checkpoint):
+            plan = self.plan(spark, takeover=takeover)
+            if isinstance(plan, Refusal):
+                if notebook:
+                    refused(plan, notes)
+                raise plan.error
+            query = start(self, spark)
         if notebook:
             follow(self, plan, query, recent_reports, [*notes, *plan.warnings])
         for note in notes:

@@ -102,11 +102,13 @@ def test_runs_are_kept_and_bounded(tmp_path: Path) -> None:
 
 
 def test_a_failed_start_leaves_a_new_checkpoint_alone(tmp_path: Path) -> None:
-    runs.keep_failed_start(str(tmp_path / "new"), DeliveredError("STALLED", "x"))
+    with pytest.raises(DeliveredError), runs.keeping_failed_start(str(tmp_path / "new")):
+        raise DeliveredError("STALLED", "x")
     assert not (tmp_path / "new").exists()
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metadata").write_text(json.dumps({"id": "i"}))
-    runs.keep_failed_start(str(tmp_path / "old"), DeliveredError("STALLED", "x"))
+    with pytest.raises(DeliveredError), runs.keeping_failed_start(str(tmp_path / "old")):
+        raise DeliveredError("STALLED", "x")
     (run,) = runs.runs(str(tmp_path / "old"))
     assert (run.code, run.batch) == ("DELIVERED_STALLED", None)
 

@@ -6,12 +6,13 @@ lose each other's line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -83,14 +84,17 @@ def keep(location: str, run: Run) -> None:
         log.debug("the run was not kept: %s", error)
 
 
-def keep_failed_start(location: str, error: DeliveredError) -> None:
-    """Add a run that ended before its query started. Never raises; a checkpoint without a query stays as it is."""
+@contextlib.contextmanager
+def keeping_failed_start(location: str) -> Iterator[None]:
+    """Add a run if the body raises before its query started. A checkpoint without a query stays as it is."""
     try:
-        incarnation, batch = folder.logged(location)
-    except DeliveredError:
-        return
-    if incarnation is not None:
-        keep(location, Run.new("").ended(batch, error))
+        yield
+    except DeliveredError as error:
+        with contextlib.suppress(DeliveredError):
+            incarnation, batch = folder.logged(location)
+            if incarnation is not None:
+                keep(location, Run.new("").ended(batch, error))
+        raise
 
 
 def runs(location: str) -> list[Run]:

@@ -354,7 +354,7 @@ def _run_pipeline(
         wait: for an unreachable server, as long as its restart may take.
         port: serve the pipeline's status and Spark's figures there, for Prometheus.
     """
-    from delivered.checkpoint.runs import keep_failed_start
+    from delivered.checkpoint.runs import keeping_failed_start
     from delivered.pipeline.progress import watch
     from delivered.planner import Refusal
     from delivered.spark.internals import recent_reports
@@ -365,7 +365,10 @@ def _run_pipeline(
     request.listen()
     outages = Outages()
     show_warnings(outages)
-    with working(f"checking source and sink of {pipeline.name}"):
+    with (
+        keeping_failed_start(pipeline.checkpoint),
+        working(f"checking source and sink of {pipeline.name}"),
+    ):
         try:
             plan = patiently(
                 f"a server of {pipeline.name}",
@@ -376,12 +379,8 @@ def _run_pipeline(
             )
         except StoppedWaiting:
             return 0
-        except DeliveredError as error:
-            keep_failed_start(pipeline.checkpoint, error)
-            raise
-    if isinstance(plan, Refusal):
-        keep_failed_start(pipeline.checkpoint, plan.error)
-        raise plan.error
+        if isinstance(plan, Refusal):
+            raise plan.error
     if output is Output.TEXT:
         say(f"{pipeline.name}: {pipeline.guarantee.value} by {plan.mechanism}")
     started = time.monotonic()
@@ -396,11 +395,7 @@ def _run_pipeline(
         if queries is not None:
             spark.streams.addListener(queries)
         stack.callback(recorded)
-        try:
-            query = pipeline.start(spark, takeover=takeover)
-        except DeliveredError as error:
-            keep_failed_start(pipeline.checkpoint, error)
-            raise
+        query = pipeline.start(spark, takeover=takeover)
         audits = None
         if pipeline.audit_every is not None:
             audits = stack.enter_context(pipeline.auditing(spark, pipeline.audit_every, own=True))
