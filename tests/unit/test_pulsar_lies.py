@@ -38,7 +38,7 @@ ANSWERS = [
     encode("send_receipt", producer_id=1, sequence_id=0, message_id=MESSAGE["MessageId"](ledger=3, entry=4)),
     encode("error", request_id=3, error=24, message=b"\xff not text"),
     encode("auth_challenge", challenge=MESSAGE["AuthData"](auth_method_name="token", auth_data=b"x")),
-    encode("producer_success", request_id=4, producer_name="p", last_sequence_id=-1, producer_ready=True),
+    encode("producer_success", request_id=4, producer_name="p", producer_ready=True),
     encode("ping"),
 ]
 

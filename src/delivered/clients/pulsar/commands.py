@@ -51,8 +51,7 @@ _COMMANDS = {
     "producer": (
         5,
         "1 topic string, 2 producer_id uint64, 3 request_id uint64, 4 producer_name string, 7 schema Schema, "
-        "8 epoch uint64, 9 user_provided_producer_name bool, 10 producer_access_mode int32, 11 topic_epoch uint64, "
-        "12 txn_enabled bool",
+        "9 user_provided_producer_name bool, 12 txn_enabled bool",
     ),
     "send": (
         6,
@@ -66,8 +65,7 @@ _COMMANDS = {
     "close_producer": (15, "1 producer_id uint64, 2 request_id uint64"),
     "producer_success": (
         17,
-        "1 request_id uint64, 2 producer_name string, 3 last_sequence_id int64, 4 schema_version bytes, "
-        "5 topic_epoch uint64, 6 producer_ready bool",
+        "1 request_id uint64, 2 producer_name string, 4 schema_version bytes, 6 producer_ready bool",
     ),
     "ping": (18, ""),
     "pong": (19, ""),
@@ -95,8 +93,10 @@ _COMMANDS = {
 }
 """Name -> number of the command and of its field in `BaseCommand`, which are the same, and its fields."""
 
-REDIRECT, CONNECT, FAILED = 0, 1, 2
-"""Kinds of answers to a lookup; to a question for partitions, 1 is a failure."""
+REDIRECT = 0
+"""Kind of an answer to a lookup."""
+FAILED = {"lookup_response": 2, "partitions_response": 1}
+"""Kind of an answer that is an error."""
 COMMIT, ABORT = 0, 1
 
 

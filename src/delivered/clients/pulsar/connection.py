@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from delivered.clients.pulsar.commands import (
     CLIENT_VERSION,
+    FAILED,
     MESSAGE,
     PROTOCOL_VERSION,
     NoAnswer,
@@ -293,8 +294,7 @@ class Connection:
             case "producer_success" if command.HasField("producer_ready") and not command.producer_ready:
                 pass  # waits for exclusive access; another answer follows
             case _ if name in _REQUESTS or name.endswith("_response"):
-                failed = name == "partitions_response" and command.response == 1
-                failed |= name == "lookup_response" and command.response == 2
+                failed = name in FAILED and command.response == FAILED[name]
                 if failed or (name not in _REQUESTS and command.HasField("error")):
                     self._fail(command.request_id, Rejected(command.error, words(command.message)))
                 elif (answer := self._answer(command.request_id)) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from delivered.clients.pulsar.cluster import Cluster
@@ -62,7 +63,7 @@ class Coordinators:
             NoAnswer, Rejected, ssl.SSLError
         """
         for coordinator in coordinators:
-            self._patiently(lambda: self._at(coordinator, deadline), deadline)  # noqa: B023 - called at once
+            self._patiently(partial(self._at, coordinator, deadline), deadline)
 
     def begin(self, number: int, ttl_s: float, deadline: float) -> TransactionId:
         """Open a transaction.
