@@ -632,15 +632,12 @@ class TransactionalWriter(PulsarWriter):
     def __init__(self, options: PulsarSinkOptions, work: Work) -> None:
         super().__init__(options, work, gives_up=False)
         self._work = work
-        self._shard: Any = None
 
     def _connect(self) -> Any:
         from delivered.connectors.pulsar.shard import OpenShard  # the other guarantees do without its client
 
         settled = self._settled
-        schema = None if settled is None else (settled.kind, settled.text)
-        self._shard = OpenShard(self._options, self._work, schema)
-        return self._shard
+        return OpenShard(self._options, self._work, None if settled is None else (settled.kind, settled.text))
 
     def stage(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows:
@@ -648,15 +645,16 @@ class TransactionalWriter(PulsarWriter):
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
         """Rows and marker acknowledged; the transaction stays open."""
-        shard = self._shard
+        shard: Any = self._publisher
         if shard is None:
             return Promise()
         handle = shard.prepare(fingerprint)
-        self._shard = self._publisher = None  # from here on it belongs to the driver
+        self._publisher = None  # from here on it belongs to the driver
         return Promise(handle)
 
     def abort(self) -> None:
-        shard, self._shard, self._publisher = self._shard, None, None
+        shard: Any = self._publisher
+        self._publisher = None
         if shard is not None:
             shard.abort()
 
