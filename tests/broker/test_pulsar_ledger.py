@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.pulsar import native
 from tests.support.servers import Pulsar
 
 from delivered.connectors.pulsar import CONNECTOR, journal, store
-from delivered.connectors.pulsar.journal import SUBSCRIPTION, Topic
-from delivered.connectors.pulsar.positions import START
-from delivered.connectors.pulsar.store import topic_name
+from delivered.connectors.pulsar.journal import SUBSCRIPTION, Topic, topic_name
 from delivered.contract.sink import Sink
 from delivered.engine.context import open_ledger
 from delivered.ledger import Ledger
@@ -145,13 +144,7 @@ def test_a_fenced_producer_may_have_stored_what_it_reports_as_fenced(pulsar: Pul
 
 
 def _values(pulsar: Pulsar, topic: str) -> list[bytes]:
-    import pulsar as library
-
-    reader, values = pulsar.client().create_reader(topic, library.MessageId.earliest), []
-    while reader.has_message_available():
-        values.append(reader.read_next(10_000).data())
-    reader.close()
-    return values
+    return [m.data() for m in native(pulsar, topic)]
 
 
 def test_a_record_of_an_outdated_driver_that_arrives_late_never_counts(pulsar: Pulsar) -> None:
@@ -423,4 +416,3 @@ def test_p7_decisions_over_kills_of_the_broker_are_known(new_pulsar: Callable[..
     batches = kept(sink, scope)
     assert batches == list(range(len(batches)))
     assert {b for b, what in reported if what == "Ok"} <= set(batches)
-    assert START not in batches

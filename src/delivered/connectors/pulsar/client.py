@@ -69,10 +69,14 @@ def registers(kind: str, text: str) -> Any:
 
 def warm_client(options: Place) -> Any:
     """This process's client with these options."""
-    name = (os.getpid(), repr((options.url, options.token, options.trusted, options.certificate, options.key)))
-    if name not in _warm:
-        _warm[name] = _new_client(options)
-    return _warm[name]
+    if (key := warm_key(options)) not in _warm:
+        _warm[key] = _new_client(options)
+    return _warm[key]
+
+
+def warm_key(options: Place) -> tuple[int, str]:
+    """Connections of one process that may be shared have the same."""
+    return os.getpid(), repr((options.url, options.token, options.trusted, options.certificate, options.key))
 
 
 def _new_client(options: Place) -> Any:

@@ -25,6 +25,7 @@ from delivered.connectors.pulsar import Place
 from delivered.connectors.pulsar.client import Admin, Bounds, explained, pulsar, warm_client
 from delivered.connectors.pulsar.positions import START, Position, short_name
 from delivered.model.errors import DeliveredError, InvariantBroken, OutcomeUnknown, Refused, Unreachable, UsageError
+from delivered.model.identity import Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S
 from delivered.model.work import Failed, Ok, Outcome, Unknown, with_format, without_format
 
@@ -139,6 +140,11 @@ class Chain:
         self._ids[record.number] = record.id
         self._ids.pop(record.number - _NUMBERS_KEPT, None)
         return verdict
+
+
+def topic_name(namespace: str, scope: Scope, role: str) -> str:
+    """Names contain no colon, so two scopes never have one topic (P33), nor does one look like a partition."""
+    return f"{namespace}/delivered:{scope.pipeline}:{scope.sink}:{role}"
 
 
 class Topic:

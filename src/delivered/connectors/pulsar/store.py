@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.pulsar import Place
 from delivered.connectors.pulsar.client import Admin
-from delivered.connectors.pulsar.journal import SUBSCRIPTION, Journal, Record, Topic, new_id
+from delivered.connectors.pulsar.journal import SUBSCRIPTION, Journal, Record, Topic, new_id, topic_name
 from delivered.connectors.pulsar.positions import START, Position, short_name
 from delivered.contract.source import Finding
 from delivered.ledger import Change, Head, outdated, state_of
@@ -51,11 +51,6 @@ _CLAIM_TRIES = 10
 _ARCHIVE_ENTRIES = 10_000
 """In one record: 333 kB."""
 _COPIES_KEPT = 16
-
-
-def topic_name(namespace: str, scope: Scope, role: str) -> str:
-    """Names contain no colon, so two scopes never have one topic (P33), nor does one look like a partition."""
-    return f"{namespace}/delivered:{scope.pipeline}:{scope.sink}:{role}"
 
 
 def scope_of(topic: str, incarnation: str) -> Scope | None:

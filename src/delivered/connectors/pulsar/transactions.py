@@ -24,13 +24,13 @@ from delivered.clients.pulsar.connection import Settings
 from delivered.clients.pulsar.producer import TooLong
 from delivered.clients.pulsar.transactions import TransactionId
 from delivered.connectors.pulsar import Place, PulsarSinkOptions
-from delivered.connectors.pulsar.client import hidden, not_permitted, secret, untrusted
-from delivered.connectors.pulsar.journal import Topic
-from delivered.connectors.pulsar.store import topic_name
+from delivered.connectors.pulsar.client import hidden, not_permitted, secret, untrusted, warm_key
+from delivered.connectors.pulsar.journal import Topic, topic_name
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.model.options import parse_addresses
 from delivered.model.patience import left_s
 from delivered.model.work import Handle, Prepared, with_format, without_format
 
@@ -68,9 +68,8 @@ class Transaction(Handle):
 
 def cluster(options: Place) -> Cluster:
     """This process's connections with these options."""
-    key = (os.getpid(), repr((options.url, options.token, options.trusted, options.certificate, options.key)))
     with _lock:
-        if key not in _clusters:
+        if (key := warm_key(options)) not in _clusters:
             _clusters[key] = Cluster(_settings(options))
         return _clusters[key]
 
@@ -78,8 +77,6 @@ def cluster(options: Place) -> Cluster:
 def _settings(options: Place) -> Settings:
     parts = urlsplit(options.url)
     with_tls = parts.scheme == "pulsar+ssl"
-    named = [urlsplit(f"//{address}") for address in parts.netloc.split(",")]
-    addresses = [(p.hostname or "", p.port or (_PORT_TLS if with_tls else _PORT)) for p in named]
 
     def token() -> tuple[str, bytes]:
         return "token", (secret(options) or "").encode()
@@ -87,6 +84,7 @@ def _settings(options: Place) -> Settings:
     credentials = token if options.token is not None else None
     if credentials is None and options.certificate is not None:
         credentials = lambda: ("tls", b"")  # noqa: E731 - the certificate is the connection's
+    addresses = parse_addresses(parts.netloc, _PORT_TLS if with_tls else _PORT)
     return Settings(addresses, options.tls_context if with_tls else None, credentials)
 
 
