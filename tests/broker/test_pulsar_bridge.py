@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.pulsar import native
 from tests.support.servers import Kafka, Pulsar
 
 ROWS, PER_BATCH, KILLS = 12_000, 200, 10
@@ -101,16 +102,7 @@ def test_kafka_to_pulsar_to_delta(kafka: Kafka, pulsar: Pulsar, tmp_path: Path) 
 
 
 def by_pulsars_client(pulsar: Pulsar, topic: str) -> list[tuple[str, bytes]]:
-    import pulsar as library
-
-    found = []
-    for partition in (f"{topic}-partition-{n}" for n in range(2)):
-        reader = pulsar.client().create_reader(partition, library.MessageId.earliest)
-        while reader.has_message_available():
-            message = reader.read_next(60_000)
-            found.append((message.partition_key(), message.data()))
-        reader.close()
-    return found
+    return [(m.partition_key(), m.data()) for n in range(2) for m in native(pulsar, f"{topic}-partition-{n}")]
 
 
 def by_deltas_client(table: Path) -> Counter[tuple[str, bytes]]:

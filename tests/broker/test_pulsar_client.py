@@ -4,69 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from tests.support.pulsar import FULL, native
+from tests.support.pulsar_transactions import Open, cluster, soon
 from tests.support.servers import Pulsar
 
-from delivered.clients.pulsar.cluster import Cluster
 from delivered.clients.pulsar.commands import Error, NoAnswer, Rejected
-from delivered.clients.pulsar.connection import Settings
-from delivered.clients.pulsar.producer import COMPRESSIONS, Flow, Message, Producer, TooLong
+from delivered.clients.pulsar.producer import COMPRESSIONS, Message, TooLong
 from delivered.clients.pulsar.transactions import Coordinators, TransactionId
-from delivered.model.options import parse_address
 from delivered.model.work import Failed, Ok, Unknown
-
-FULL = "persistent://public/default/"
-HOUR_S = 3_600.0
-
-
-def soon() -> float:
-    return time.monotonic() + 60
-
-
-def cluster(pulsar: Pulsar) -> Cluster:
-    return Cluster(Settings([parse_address(pulsar.broker.url.removeprefix("pulsar://"))]))
-
-
-def read(pulsar: Pulsar, topic: str) -> list[Any]:
-    """What the brokers' own client reads now."""
-    import pulsar as library
-
-    reader = pulsar.client().create_reader(topic, library.MessageId.earliest)
-    found = []
-    while reader.has_message_available():
-        found.append(reader.read_next(60_000))
-    reader.close()
-    return found
 
 
 def values(pulsar: Pulsar, topic: str) -> list[bytes]:
-    return [m.data() for m in read(pulsar, topic)]
-
-
-class Open:
-    """A transaction with a producer in each topic."""
-
-    def __init__(self, at: Cluster, *topics: str, ttl_s: float = HOUR_S, **more: Any) -> None:
-        self.coordinators = Coordinators(at)
-        self.id = self.coordinators.begin(0, ttl_s, soon())
-        full = [f"{FULL}{t}" for t in topics]
-        self.coordinators.add(self.id, full, soon())
-        self.flow = Flow()
-        self.producers = [Producer(at, t, self.flow, soon(), transaction=self.id, **more) for t in full]
-
-    def send(self, *messages: Message) -> None:
-        """All are acknowledged when this returns."""
-        for producer in self.producers:
-            for message in messages:
-                producer.send(message, soon())
-            producer.end_batch(soon())
-        self.flow.drain(soon())
-
-    def close(self) -> None:
-        for producer in self.producers:
-            producer.close(soon())
+    return [m.data() for m in native(pulsar, topic)]
 
 
 @pytest.mark.parametrize("commit", [True, False])
@@ -97,7 +48,7 @@ def test_messages_have_what_they_were_given(pulsar: Pulsar, compression: str) ->
     ]
     opened.send(*given)
     assert opened.coordinators.end(opened.id, commit=True, deadline=soon()) == Ok(None)
-    found = read(pulsar, topic)
+    found = native(pulsar, topic)
     assert [None if m.has_null_value() else m.data() for m in found] == [m.value for m in given]
     assert [m.partition_key() or None for m in found] == [m.key for m in given]
     assert found[0].properties() == {"h": "x", "": "empty"}
@@ -111,7 +62,7 @@ def test_a_long_message_is_chunked_or_rejected(pulsar: Pulsar) -> None:
     opened = Open(cluster(pulsar), topic, chunks=True)
     opened.send(Message(long, "k", {"h": "x"}), Message(b"short"))
     assert opened.coordinators.end(opened.id, commit=True, deadline=soon()) == Ok(None)
-    found = read(pulsar, topic)
+    found = native(pulsar, topic)
     assert [m.data() for m in found] == [long, b"short"]
     assert (found[0].partition_key(), found[0].properties()) == ("k", {"h": "x"})
     opened = Open(cluster(pulsar), topic)
@@ -157,7 +108,7 @@ def test_a_schema_is_registered_and_named_by_each_message(pulsar: Pulsar) -> Non
     opened.send(Message(b"\x02"))
     assert opened.coordinators.end(opened.id, commit=True, deadline=soon()) == Ok(None)
     assert pulsar.admin("GET", f"schemas/public/default/{topic}/schema")["type"] == "AVRO"
-    [message] = read(pulsar, topic)
+    [message] = native(pulsar, topic)
     assert message._message.int_schema_version() == 0
     other = '{"type":"record","name":"R","fields":[{"name":"n","type":"string"}]}'
     with pytest.raises(Rejected) as raised:

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.send_help import killed_and_started_again
-from tests.support.pulsar import sink
+from tests.support.pulsar import native, sink
 from tests.support.scans import scanned
 from tests.support.servers import Pulsar
 from tests.support.sinks import SHARDS, Rig, alone, offsets
@@ -39,18 +39,9 @@ class Reader:
         self._pulsar, self._topic = pulsar, topic
 
     def values(self) -> Counter[tuple[Any, Any]]:
-        import pulsar as library
-
         count = self._pulsar.admin("GET", f"persistent/public/default/{self._topic}/partitions")["partitions"]
         names = [f"{self._topic}-partition-{n}" for n in range(count)] or [self._topic]
-        found: Counter[tuple[Any, Any]] = Counter()
-        for name in names:
-            reader = self._pulsar.client().create_reader(name, library.MessageId.earliest)
-            while reader.has_message_available():
-                message = reader.read_next(60_000)
-                found[message.partition_key() or None, message.data()] += 1
-            reader.close()
-        return found
+        return Counter((m.partition_key() or None, m.data()) for name in names for m in native(self._pulsar, name))
 
 
 @pytest.fixture

@@ -62,5 +62,16 @@ def taken(pulsar: Pulsar, topic: str) -> list[dict[str, Any]]:
     return [r for piece in driver.slices(*driver.batch()) for b in source.read(piece) for r in b.to_pylist()]
 
 
+def native(pulsar: Pulsar, topic: str) -> list[Any]:
+    """Messages that the brokers' own client reads now. Args: topic: without partitions, or one of them."""
+    import pulsar as library
+
+    reader, found = pulsar.client().create_reader(topic, library.MessageId.earliest), []
+    while reader.has_message_available():
+        found.append(reader.read_next(60_000))
+    reader.close()
+    return found
+
+
 def ids(found: list[dict[str, Any]]) -> list[str]:
     return [h["value"].decode() for r in found for h in r["headers"] if h["key"] == "delivered.id"]
