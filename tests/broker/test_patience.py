@@ -1,4 +1,4 @@
-"""A receiver and `delivered run` started while their server is unreachable: they wait and report it, or give up."""
+"""A receiver, `delivered run` and a task started while their server is unreachable: they wait, or give up."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import yaml
+from tests.broker.send_help import rows, writer
+from tests.support.pulsar import read_all, sink, source
+from tests.support.servers import Pulsar, Rabbitmq
+from tests.support.sinks import Rig, offsets
 
 import delivered
 from delivered.connectors.log.produce import append
+from delivered.engine.decide import commit_batch
 from delivered.model.errors import Unreachable
-from delivered.model.patience import patiently
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.patience import patiently, serving_query
+from delivered.pipeline.registry import find_sink
 from delivered.planner import Plan, Refusal
 
 RUN = [sys.executable, "-m", "delivered.cli.main", "run"]
@@ -102,3 +109,52 @@ def test_a_receiver_waits_for_its_server(new_rabbitmq: Callable[[], Any], once_t
     delivered.receive(source, idle_s=3, report=lambda _, counts: taken.append(counts.entered))
     assert "waiting up to 120 s" in said[0]
     assert taken[-1] == 1
+
+
+@pytest.mark.matrix
+def test_a_task_waits_for_pulsar(new_pulsar: Callable[..., Pulsar], once_told: Any, tmp_path: Path) -> None:
+    """Under exactly_once, then at_least_once."""
+    pulsar = new_pulsar()
+    topic = pulsar.topic(2)
+    rig = Rig(sink(tmp_path, pulsar, topic))
+    context = rig.context()
+    commit_batch(context, 0, offsets(0), rig.write(rig.plan(context, 0)))
+    plan = rig.plan(context, 1, first=False)
+    pulsar.broker.stop()
+    with pytest.raises(Unreachable, match="PULSAR_UNREACHABLE"):
+        rig.write(plan)  # outside of a query
+    said = once_told(pulsar.broker.restart)
+    with serving_query():
+        commit_batch(context, 1, offsets(1), rig.write(plan))
+    assert "waiting up to 120 s" in said[0]
+    assert read_all(source(pulsar, topic)).num_rows == 200
+
+    pulsar.broker.stop()
+    said = once_told(pulsar.broker.restart)
+    with serving_query():
+        task = writer(rig.sink)
+        task.stage(rows(100))
+        task.prepare(Fingerprint())
+    assert "waiting up to 120 s" in said[0]
+    assert read_all(source(pulsar, topic)).num_rows == 300
+
+
+@pytest.mark.matrix
+def test_a_task_waits_for_rabbitmq(new_rabbitmq: Callable[[], Rabbitmq], once_told: Any, tmp_path: Path) -> None:
+    rabbitmq = new_rabbitmq()
+    queue = rabbitmq.queue()
+    made = find_sink("rabbitmq", {"url": rabbitmq.url, "routingKey": queue, "ledger": str(tmp_path / "ledger.db")})
+    rabbitmq.broker.stop()
+    with pytest.raises(Unreachable, match="RABBITMQ_UNREACHABLE"):
+        writer(made).stage(rows(100))  # outside of a query
+    said = once_told(rabbitmq.broker.restart)
+    with serving_query():
+        task = writer(made)
+        task.stage(rows(100))
+        task.prepare(Fingerprint())
+    assert "waiting up to 120 s" in said[0]
+    connection = rabbitmq.connect()
+    try:
+        assert connection.channel().queue_declare(queue, passive=True).method.message_count == 100
+    finally:
+        connection.close()

@@ -22,6 +22,7 @@ from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
+from delivered.model.patience import patiently, query_patience_s
 from delivered.model.ranges import EVERYTHING, too_long, unstorable
 from delivered.model.work import Failed, Ok, Outcome, Prepared, Promise
 
@@ -153,6 +154,9 @@ class HasIdColumns(Protocol):
     """Options of a sink."""
 
     @property
+    def sink_name(self) -> str: ...
+
+    @property
     def message_id_columns(self) -> Sequence[str]: ...
 
 
@@ -196,7 +200,7 @@ class SendingWriter(Writer, Generic[Given, M]):
 
     def stage(self, batch: pa.RecordBatch) -> None:
         if self._publisher is None:
-            self._publisher = self._connect()
+            self._publisher = patiently(self._options.sink_name, self._connect, patience_s=query_patience_s())
         batch = identified(batch, self._options.message_id_columns)
         for at in range(0, batch.num_rows, _ROWS):
             part, before = batch.slice(at, _ROWS), self._rows
@@ -259,7 +263,8 @@ class SendingWriter(Writer, Generic[Given, M]):
         return message_id
 
     @abstractmethod
-    def _connect(self) -> Publisher[M]: ...
+    def _connect(self) -> Publisher[M]:
+        """Called again in a query while its server is unreachable; sends no message."""
 
     @abstractmethod
     def _messages(self, rows: pa.RecordBatch) -> list[M]:

@@ -356,6 +356,8 @@ def patiently(
             raise
         return answer
 
+    if not patience_s:
+        return once()  # within no time, requests would have none either
     with within(patience_s), ExitStack() as outage:
         return _ask_again(server, once, _is_away)
 
