@@ -126,7 +126,7 @@ def test_roles_do_what_they_may_over_tls(guarded: Pulsar, tmp_path: Path) -> Non
     """Consume and produce are sufficient for source and sink."""
     topic = guarded.topic(2)
     into = sink(tmp_path, place(guarded, "writer"), topic)
-    assert [f for g in Guarantee for f in into.preflight(g)] == []
+    assert into.preflight(Guarantee.AT_MOST_ONCE) == into.preflight(Guarantee.AT_LEAST_ONCE) == []
     written(into, rows(600))
     chunked = sink(tmp_path, place(guarded, "writer"), topic, chunking="true")
     written(chunked, pa.record_batch([[bytes(6 << 20)]], schema=SCHEMA))
@@ -166,10 +166,12 @@ def test_transactions_need_a_right_on_their_coordinators(guarded: Pulsar, tmp_pa
         finally:
             task.abort()
 
+    assert "pulsar/system" in refused(into.preflight(Guarantee.EXACTLY_ONCE), "NOT_PERMITTED")
     with pytest.raises(UsageError, match="NOT_PERMITTED"):
         prepared()
     guarded.admin("POST", "namespaces/pulsar/system/permissions/both", ["consume"])
     shard = wait_until(prepared)
+    assert into.preflight(Guarantee.EXACTLY_ONCE) == []
     committer = into.committer(work.scope)
     assert committer.commit(work, shard) == Ok(None)
     assert committer.was_committed(work, shard)

@@ -92,8 +92,11 @@ class Kafka(Server):
 
         name = name or f"t{next(self._names)}"
         settings = {k.replace("_", "."): str(v) for k, v in config.items()}
-        made = self.admin().create_topics([NewTopic(name, partitions, 1, config=settings)])
-        made[name].result(120)
+        admin = self.admin()
+        admin.create_topics([NewTopic(name, partitions, 1, config=settings)])[name].result(120)
+        # The controller has it; the broker learns of it a moment later.
+        while (known := admin.list_topics(name, timeout=60).topics[name]).error or len(known.partitions) < partitions:
+            time.sleep(0.01)
         return name
 
     def admin(self) -> Any:

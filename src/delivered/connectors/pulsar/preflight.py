@@ -17,7 +17,7 @@ from delivered.model.errors import Unreachable
 _OLDEST = (2, 10)
 _RIGHTS = (
     "this client may not use the transaction coordinators of {url}, whose topics are in the namespace pulsar/system: "
-    "pulsar-admin namespaces grant-permission pulsar/system --role ROLE --actions produce,consume"
+    "pulsar-admin namespaces grant-permission pulsar/system --role ROLE --actions consume"
 )
 
 
