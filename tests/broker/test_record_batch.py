@@ -258,7 +258,8 @@ def test_we_read_what_java_and_librdkafka_write(kafka: Kafka, wire: Wire, java: 
     assert ours == read_by_librdkafka(kafka, topic)
     assert [r for r, _ in ours] == rows
     assert position == 400
-    assert codecs == {COMPRESSIONS.index(how)}
+    # A batch that compression does not make smaller is sent as it is.
+    assert COMPRESSIONS.index(how) in codecs <= {0, COMPRESSIONS.index(how)}
 
 
 def test_append_time_is_that_of_the_broker(kafka: Kafka, wire: Wire) -> None:

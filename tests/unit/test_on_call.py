@@ -109,7 +109,11 @@ def test_a_failed_start_leaves_a_new_checkpoint_alone(tmp_path: Path) -> None:
     (tmp_path / "old" / "metadata").write_text(json.dumps({"id": "i"}))
     with pytest.raises(DeliveredError), runs.keeping_failed_start(str(tmp_path / "old")):
         raise DeliveredError("STALLED", "x")
-    (run,) = runs.runs(str(tmp_path / "old"))
+    assert [p.name for p in (tmp_path / "old").iterdir()] == ["metadata"], "it may be another connector's"
+    runs.keep(str(tmp_path / "old"), Run("1", "host-a", 4711, 1).ended(None, None))
+    with pytest.raises(DeliveredError), runs.keeping_failed_start(str(tmp_path / "old")):
+        raise DeliveredError("STALLED", "x")
+    run = runs.runs(str(tmp_path / "old"))[-1]
     assert (run.code, run.batch) == ("DELIVERED_STALLED", None)
 
 

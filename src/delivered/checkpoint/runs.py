@@ -86,13 +86,14 @@ def keep(location: str, run: Run) -> None:
 
 @contextlib.contextmanager
 def keeping_failed_start(location: str) -> Iterator[None]:
-    """Add a run if the body raises before its query started. A checkpoint without a query stays as it is."""
+    """Add a run if the body raises before its query started. A checkpoint that holds nothing of ours stays as it is:
+    it may be another connector's."""
     try:
         yield
     except DeliveredError as error:
         with contextlib.suppress(DeliveredError):
-            incarnation, batch = folder.logged(location)
-            if incarnation is not None:
+            if folder.holds(location, "delivered", ""):
+                _, batch = folder.logged(location)
                 keep(location, Run.new("").ended(batch, error))
         raise
 
