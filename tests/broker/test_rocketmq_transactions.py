@@ -20,7 +20,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.broker.send_help import ROWS, killed_and_started_again
+from tests.broker.send_help import ROWS as SENT
+from tests.broker.send_help import killed_and_started_again
 from tests.support.embedded_pipeline import PIPELINE
 from tests.support.rocketmq import taken
 from tests.support.scans import scanned
@@ -249,7 +250,7 @@ def test_tasks_in_processes_of_their_own(rocketmq: Rocketmq, tmp_path: Path, gua
     topic = rocketmq.topic("TRANSACTION")
     options = {"format": "rocketmq", **rocketmq.transactions(topic, tmp_path)}
     options.pop("ledger")
-    least = 0 if guarantee == "at_most_once" else ROWS
+    least = 0 if guarantee == "at_most_once" else SENT
 
     def values() -> list[bytes]:
         return [value for _, _, value in taken(rocketmq, topic, least=least)]
