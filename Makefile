@@ -9,7 +9,7 @@ TEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 FAST := tests/unit tests/property tests/crash/test_points.py::test_one_crash_at_every_point
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka bridges totals shop rehearsal screenshots test-fast test coverage check format bench bench-postgres bench-delta bench-audit bench-metrics capacity endurance peers verify spark-versions fuzz model soak docs site dist lock clean
+.PHONY: help setup demo demo-kafka bridges totals shop rehearsal screenshots test-fast test coverage check format bench bench-postgres bench-delta bench-pulsar bench-audit bench-metrics capacity endurance peers verify spark-versions fuzz model soak docs site dist lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -83,6 +83,9 @@ bench-postgres: setup ## the same for PostgreSQL, into build/bench-postgres.json
 
 bench-delta: setup ## the same for Delta Lake, into build/bench-delta.json
 	$(BIN)/python -m benchmarks.delta
+
+bench-pulsar: setup ## the same for Pulsar, against its own client, into build/bench-pulsar.json
+	$(BIN)/python -m benchmarks.pulsar
 
 bench-audit: setup ## audits behind 0 to 50 million sealed records, into build/bench-audit.json
 	$(BIN)/python -m benchmarks.audit

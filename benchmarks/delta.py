@@ -62,7 +62,7 @@ def plain_each() -> Case:
 
 
 def without_spark() -> Case:
-    run = engine.exactly_once()
+    run = engine.one_batch()
 
     def into(folder: Path, table: str) -> None:
         from delivered.connectors.delta import CONNECTOR

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from benchmarks.tables import CORES, batches, files, shares
 
 
-def exactly_once() -> Callable[[Path, Any], None]:
+def one_batch(guarantee: str = "exactly_once") -> Callable[[Path, Any], None]:
     """Called with a folder of Parquet files and a sink: one batch, a shard per core."""
     pool = multiprocessing.get_context("spawn").Pool(CORES)
 
@@ -28,7 +28,7 @@ def exactly_once() -> Callable[[Path, Any], None]:
 
         sink.ready_target(pq.read_schema(files(folder)[0]))
         scope = Scope(uuid.uuid4().hex, sink.name, "i")
-        context = Context.open(Sinks.one(sink, scope.sink), scope, Guarantee.EXACTLY_ONCE, Owner("o"))
+        context = Context.open(Sinks.one(sink, scope.sink), scope, Guarantee.parse(guarantee), Owner("o"))
         plan = plan_batch(context, CheckpointView("i", 0, "{}", None), first=True)
         said = pool.starmap(_shard, [(sink, plan, i, share) for i, share in enumerate(shares(folder))], chunksize=1)
         commit_batch(context, 0, "{}", said)

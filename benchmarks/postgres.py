@@ -126,7 +126,7 @@ def _by_us(url: str, share: Sequence[str], table: str) -> None:
 
 
 def without_spark(mechanism: str) -> Case:
-    run = engine.exactly_once()
+    run = engine.one_batch()
 
     def into(world: World, folder: Path, table: str) -> None:
         from delivered.connectors.postgres import CONNECTOR

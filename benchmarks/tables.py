@@ -86,8 +86,12 @@ class Data:
 
 
 @contextmanager
-def data(count: int) -> Iterator[Data]:
-    """`count` rows, rounded down to whole files, in a folder that is gone afterwards."""
+def data(count: int, made_by: Callable[[int, int], pa.Table] = rows) -> Iterator[Data]:
+    """`count` rows, rounded down to full files, in a folder that is removed afterwards.
+
+    Args:
+        made_by: (number of the first row, count) -> rows.
+    """
     per_file = count // FILES
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         made = Data(Path(folder), per_file * FILES)
@@ -95,16 +99,16 @@ def data(count: int) -> Iterator[Data]:
             place.mkdir()
         console.print(f"Writing {FILES} Parquet files of {per_file:,} rows ...")
         for i in range(FILES):
-            pq.write_table(rows(i * per_file, per_file), made.all / f"{i:02d}.parquet")
+            pq.write_table(made_by(i * per_file, per_file), made.all / f"{i:02d}.parquet")
         for i in range(CORES):
             (made.one / f"{i:02d}.parquet").hardlink_to(made.all / f"{i:02d}.parquet")
         yield made
 
 
-def parser(name: str, *inner: str) -> argparse.ArgumentParser:
+def parser(name: str, *inner: str, rows: int = 5_000_000) -> argparse.ArgumentParser:
     """Options that all these benchmarks have; `inner` are those that one passes to its own cases."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
-    made.add_argument("--rows", type=int, default=5_000_000)
+    made.add_argument("--rows", type=int, default=rows)
     made.add_argument("--repetitions", type=int, default=3)
     made.add_argument("--only", default="", help="run cases whose name contains this")
     made.add_argument("--out", type=Path, default=Path(f"build/bench-{name}.json"))

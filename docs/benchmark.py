@@ -1,4 +1,4 @@
-"""What `make bench`, `bench-postgres` and `bench-delta` measured last, as a page.
+"""What `make bench`, `bench-postgres`, `bench-delta` and `bench-pulsar` measured last, as a page.
 
 `python -m docs.benchmark build/bench.json build/bench-postgres.json ...` stores runs.
 """
@@ -59,6 +59,13 @@ Arrow's own driver (ADBC), with psycopg from CSV that Arrow writes, and with thi
 
 `make bench-delta`: the same {rows:,} rows, appended to a local table. `write_deltalake` neither calls fsync nor
 computes fingerprints; this sink's time includes both.
+""",
+    "bench-pulsar": """## Pulsar
+
+`make bench-pulsar`: {rows:,} records of 8 + 100 bytes into a topic of two partitions of a server on the same machine
+with {cores} cores, whose load was {load:.1f} at the start. *Pulsar's own client* is one Python process per core with
+one producer: batches as large as this sink's, ten thousand messages in flight; no ledger, no fingerprint. *Running
+query* is one batch through Spark. The goal: exactly_once at 0.8 or more of its rate. CPU is that of the client side.
 """,
 }
 """Stem of the report's name -> what stands above its figures."""

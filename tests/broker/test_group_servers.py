@@ -1,4 +1,4 @@
-"""Atomic batches across Kafka, PostgreSQL and SQLite: real servers, a pipeline killed at every step."""
+"""Atomic batches across Kafka, Pulsar, PostgreSQL, SQLite and Delta: real servers, a pipeline killed at every step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable
 from tests.kafka_tools import read_committed
-from tests.support.servers import Kafka, Postgres
+from tests.support.pulsar import native
+from tests.support.servers import Kafka, Postgres, Pulsar
 from tests.support.sweeps import sweep
 from tests.support.zygote import Zygote
 
@@ -34,7 +36,11 @@ GROUPS = {
     "kafka and postgres, both prepare": ("kafka", "postgres two_phase"),
     "kafka, and postgres as the last resource": ("kafka", "postgres one_transaction"),
     "kafka and postgres, sqlite as the last resource": ("kafka", "postgres two_phase", "sqlite"),
+    "kafka, pulsar and postgres, all prepare": ("kafka", "pulsar", "postgres two_phase"),
+    "pulsar and postgres, both prepare": ("pulsar", "postgres two_phase"),
+    "kafka, pulsar and postgres, delta as the last resource": ("kafka", "pulsar", "postgres two_phase", "delta"),
 }
+DEFAULT = "kafka and postgres, sqlite as the last resource"
 
 
 @dataclass
@@ -46,6 +52,7 @@ class World:
     folder: Path
     zygote: Zygote
     group: tuple[str, ...]
+    pulsar: Pulsar | None = None
     guarantee: str = "exactly_once"
     runs: int = 0
     sinks: list[dict[str, Any]] = field(default_factory=list)
@@ -64,7 +71,11 @@ class World:
                 "kafka": {"kafka.bootstrap.servers": self.kafka.bootstrap, "topic": self.topic},
                 "postgres": {"url": self.postgres.url, "dbtable": self.table, "mechanism": mechanism},
                 "sqlite": {"path": str(self.folder / "out.db"), "table": "events"},
+                "delta": {"path": str(self.folder / "table")},
             }
+            if self.pulsar is not None:
+                self.topic_pulsar = self.pulsar.topic(2)
+                options["pulsar"] = {**self.pulsar.options, "topic": self.topic_pulsar}
             self.sinks.append({"name": system, "format": system, "options": options[system]})
 
     def run(self, crash: str = "") -> int:
@@ -73,7 +84,7 @@ class World:
             "log": str(self.folder / "events"), "sinks": self.sinks, "checkpoint": str(self.folder / "checkpoint"),
             "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "pipeline": self.pipeline,
         }  # fmt: skip
-        self.zygote.load("kafka", "postgres", "sqlite")
+        self.zygote.load(*(s["format"] for s in self.sinks))
         code, self.error = self.zygote.run(spec, self.folder, crash)
         return code
 
@@ -85,6 +96,14 @@ class World:
                 return Counter((m.key() or b"").decode() for m in found)
             case "postgres":
                 return Counter(name for (name,) in self.postgres.execute(f"SELECT id FROM {self.table}"))
+            case "pulsar":
+                assert self.pulsar is not None
+                names = [f"{self.topic_pulsar}-partition-{n}" for n in range(2)]
+                return Counter(m.partition_key() for name in names for m in native(self.pulsar, name))
+            case "delta":
+                if not DeltaTable.is_deltatable(str(self.folder / "table")):
+                    return Counter()
+                return Counter(DeltaTable(str(self.folder / "table")).to_pyarrow_table().column("id").to_pylist())
         path = self.folder / "out.db"
         connection = sqlite3.connect(path)
         try:
@@ -135,12 +154,14 @@ def points(group: tuple[str, ...]) -> list[str]:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest, kafka: Kafka, postgres: Postgres, zygote: Zygote, tmp_path: Path) -> World:
-    return World(kafka, postgres, tmp_path, zygote, GROUPS[request.param])
+    group = GROUPS[request.param]
+    pulsar = request.getfixturevalue("pulsar") if "pulsar" in group else None
+    return World(kafka, postgres, tmp_path, zygote, group, pulsar)
 
 
 @pytest.mark.parametrize(
     "world",
-    sweep(GROUPS, lambda g: g not in ("kafka and postgres, both prepare", "kafka, and postgres as the last resource")),
+    sweep(GROUPS, lambda g: g == DEFAULT),
     indirect=True,
 )
 def test_a_kill_at_every_step_leaves_all_or_none_at_every_sink(world: World) -> None:

@@ -50,7 +50,7 @@ ROWS_PER_BATCH = 400
 TABLE = "events"
 PIPELINE = "embedded"
 MESSAGE = Columns((("key", "id"), ("value", "payload")))
-ROUTES = {"kafka": MESSAGE, "rocketmq": Columns((("value", "id"),))}
+ROUTES = {"kafka": MESSAGE, "pulsar": MESSAGE, "rocketmq": Columns((("value", "id"),))}
 """Of several sinks, those that get only some columns."""
 
 

@@ -21,7 +21,7 @@ from delivered_lab.verify.interference import (
     read_slowly,
     write_as_others,
 )
-from delivered_lab.verify.proxy import ANSWERED, ASKED, Api, NetworkFault, Rule
+from delivered_lab.verify.proxy import ANSWERED, ASKED, Api, Command, NetworkFault, Rule
 from delivered_lab.verify.scripts import (
     TRIES_MAX,
     Script,
@@ -35,7 +35,16 @@ from delivered_lab.verify.scripts import (
     worker_killed,
 )
 from delivered_lab.verify.services import Run
-from delivered_lab.verify.systems import DELTA, KAFKA, KAFKA_LIBRDKAFKA, POSTGRES, SINK_KINDS, SOURCE_KINDS, SQLITE
+from delivered_lab.verify.systems import (
+    DELTA,
+    KAFKA,
+    KAFKA_LIBRDKAFKA,
+    POSTGRES,
+    PULSAR,
+    SINK_KINDS,
+    SOURCE_KINDS,
+    SQLITE,
+)
 from delivered_lab.verify.systems.base import SinkKind, SourceKind, Statements
 
 PLACES = {
@@ -228,7 +237,7 @@ def _zombies(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
         yield Fault(f"zombie-{step}", "F7", text, script, ("paused", "woken up"), quick=quick)
     text = "a second driver starts on the checkpoint of a living one"
     yield Fault("second-driver", "F7", text, scripts.second_driver, ("second driver",))
-    if exactly and kind.format == KAFKA:
+    if exactly and kind.expires:
         short = {"sink": {"transactionTimeout": TRANSACTION_TIMEOUT_S}}
         for name, text, moment, workload in (
             ("before-decide", "prepared transactions expire before the decision", "before", None),
@@ -376,6 +385,8 @@ def before_sink(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     """F2, by kind of sink."""
     if kind.server == KAFKA:
         yield from _kafka(guarantee)
+    elif kind.server == PULSAR:
+        yield from _pulsar(guarantee)
     elif kind.locks:
         # Prepared shards hold locks themselves, so nobody else can lock the table before the decision.
         step, when = ("write", "its rows are sent") if kind.two_phase else ("decide", "it is decided")
@@ -383,7 +394,7 @@ def before_sink(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
         yield Fault("lock-held", "F2", text, interference.lock_held(step), ("lock held",))
     if kind.statements is not None:
         yield from _sql(kind.two_phase and guarantee is EXACTLY, kind.statements)
-    if kind.sends and "F2" not in kind.absent:
+    if kind.sends and kind.server != PULSAR and "F2" not in kind.absent:
         yield from _stream()
     if kind.shared:
         yield from _table_log(guarantee)
@@ -435,6 +446,34 @@ def _kafka(guarantee: Guarantee) -> Iterator[Fault]:
     late = network(Rule(Api.END_TXN, LATE, skip=1, times=2, seconds=2.0), Rule(Api.END_TXN, DELAY, skip=2, seconds=2.0))
     text = "an EndTxn arrives two seconds after its sender gave up on it, another is delayed"
     yield Fault("late-end-txn", "F2", text, *late, needs=(PROXY,))
+
+
+def _pulsar(guarantee: Guarantee) -> Iterator[Fault]:
+    if guarantee is EXACTLY:
+        # The ledger's records go through Pulsar's own client.
+        ours, other = "delivered", "Pulsar"
+        commands = (Command.NEW_TXN, Command.ADD_PARTITION_TO_TXN, Command.SEND, Command.END_TXN)
+        named = "one NewTxn, AddPartitionToTxn, Send and EndTxn, and of one Send of the ledger"
+
+        def each(fault: NetworkFault, *skips: int) -> list[Rule]:
+            rules = [Rule(c, fault, ours, skip=n) for c, n in zip(commands, skips, strict=True)]
+            return [*rules, Rule(Command.SEND, fault, other, skip=4)]
+
+        text = f"the reply of {named} never arrives"
+        yield Fault("replies-lost", "F2", text, *network(*each(LOSE, 0, 2, 6, 2), most=8), needs=(PROXY,))
+        text = f"the request of {named} never arrives"
+        yield Fault("requests-lost", "F2", text, *network(*each(DROP, 1, 3, 8, 3), most=8), needs=(PROXY,))
+        late = network(
+            Rule(Command.END_TXN, LATE, skip=1, times=2, seconds=2.0),
+            Rule(Command.END_TXN, DELAY, skip=2, seconds=2.0),
+        )
+        text = "an EndTxn arrives two seconds after its sender gave up on it, another is delayed"
+        yield Fault("late-end-txn", "F2", text, *late, needs=(PROXY,))
+    else:
+        lost = network(Rule(Command.SEND, LOSE, skip=4), Rule(Command.SEND, DROP, skip=6))
+        text = "the reply of one Send never arrives, and one Send never arrives"
+        yield Fault("produce-lost", "F2", text, *lost, needs=(PROXY,))
+    yield Fault("black-hole", "F2", *_BLACK_HOLE, needs=(PROXY,))
 
 
 def _sql(two: bool, words: Statements) -> Iterator[Fault]:

@@ -1,13 +1,15 @@
 """A network between clients and a server that stalls, breaks, and follows rules.
 
 `StreamProxy` knows no protocol, and breaks connections after a number of pieces in one direction. Those of Kafka,
-PostgreSQL and MySQL know the framing of messages, and lose, delay and repeat single requests and replies; clients
-connect without TLS. TCP cannot lose a reply alone: to lose one is to lose the connection after the server did the work.
+Pulsar, PostgreSQL and MySQL know the framing of messages, and lose, delay and repeat single requests and replies;
+clients connect without TLS. TCP cannot lose a reply alone: to lose one is to lose the connection after the server did
+the work.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import struct
 import threading
@@ -64,10 +66,10 @@ class Rule:
     """What to do with some requests.
 
     Attributes:
-        request: which: an API of Kafka, the beginning of a statement ("COMMIT" matches only that, not COMMIT PREPARED),
-            or the direction of a piece.
-        within: for a statement, a text in an earlier statement of its transaction; for an API, a part of the client id;
-            empty: any.
+        request: which: an API of Kafka, a command of Pulsar, the beginning of a statement ("COMMIT" matches only that,
+            not COMMIT PREPARED), or the direction of a piece.
+        within: for a statement, a text in an earlier statement of its transaction; for an API or a command, a part of
+            the client id, or of the client's version; empty: any.
         skip: let this many matching requests pass first.
         times: then hit this many; every: one in this many matching requests, from then on.
         seconds: of a delay.
@@ -398,6 +400,87 @@ def _read_frame(source: socket.socket) -> bytes:
     if not 0 <= size <= _FRAME_BYTES_MAX:
         raise EOFError(f"a frame of {size} bytes")
     return head + read_exactly(source, size)
+
+
+# -- Pulsar ------------------------------------------------------------------------------------------------------------
+
+
+class Command(StrEnum):
+    """Those that a rule can name."""
+
+    SEND = "send"
+    NEW_TXN = "new_txn"
+    ADD_PARTITION_TO_TXN = "add_partition_to_txn"
+    END_TXN = "end_txn"
+
+
+_COMMANDS = dict(zip((6, 50, 52, 56), Command, strict=True))
+"""By number; that of its answer follows."""
+_CONNECT, _LOOKED_UP = 2, 24
+_CLIENT = re.compile(rb"\n(.)([ -~]+)", re.DOTALL)
+
+
+@dataclass
+class _Talk:
+    """State of one connection.
+
+    Attributes:
+        client: what the client says of its version.
+        hit: rules that await an answer, by the answer's number.
+    """
+
+    client: str = ""
+    hit: dict[int, Rule] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class PulsarProxy(Proxy[_Talk]):
+    """Knows the frame, and of a command its number, which comes first in it. Where an answer to a lookup names the
+    broker's address, it writes its own. A reply that is lost may be that to another request of the same kind that is in
+    flight: the connection breaks, so the client gets neither."""
+
+    def session(self) -> _Talk:
+        return _Talk()
+
+    def request(self, client: socket.socket) -> bytes:
+        return _read_frame(client)
+
+    def match(self, message: bytes, session: _Talk) -> Rule | None:
+        number = _number(message)
+        if number == _CONNECT and (found := _CLIENT.search(message, 8)):
+            session.client = found[2][: found[1][0]].decode()
+        if (command := _COMMANDS.get(number)) is None:
+            return None
+        hit = self._hit(
+            command,
+            lambda rule: rule.request == command and rule.within in session.client,
+            lambda name: Fired(name, command, client=session.client),
+        )
+        if hit is not None:
+            with session.lock:
+                session.hit[number + 1] = hit
+        return hit
+
+    def reply(self, server: socket.socket) -> bytes:
+        return _read_frame(server)
+
+    def answered(self, reply: bytes, session: _Talk) -> tuple[bytes, Rule | None]:
+        number = _number(reply)
+        with session.lock:
+            rule = session.hit.pop(number, None)
+        return self._readdressed(reply) if number == _LOOKED_UP else reply, rule
+
+    def _readdressed(self, frame: bytes) -> bytes:
+        """Raises EOFError: the addresses differ in length, which the answer holds, too."""
+        own, real = self.bootstrap.encode(), f"{self._real[0]}:{self._real[1]}".encode()
+        if len(own) != len(real):
+            raise EOFError(f"an address as long as {self.bootstrap} is needed")
+        return frame.replace(real, own)
+
+
+def _number(frame: bytes) -> int:
+    """Of the command: field 1 of the message behind two sizes."""
+    return frame[9]
 
 
 # -- SQL databases -----------------------------------------------------------------------------------------------------

@@ -270,6 +270,7 @@ class SinkKind:
         ordered: a key's rows arrive in the order in which a task wrote them.
         upserts: under exactly_once a row can replace the one with its key.
         own: a user's own pipeline into it can be verified.
+        expires: prepared transactions expire, after its option transactionTimeout.
     """
 
     name: str
@@ -289,6 +290,7 @@ class SinkKind:
     ordered: bool = True
     upserts: bool = False
     own: bool = False
+    expires: bool = False
 
 
 @dataclass(frozen=True)

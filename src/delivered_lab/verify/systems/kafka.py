@@ -267,8 +267,16 @@ _CLIENTS: dict[str, dict[str, Any]] = {"kafka": {}, "kafka-librdkafka": {"client
 
 SYSTEM = System(
     (
-        SinkKind("kafka", "kafka", _sink, server="kafka", source="kafka", two_phase=True, own=True),
-        SinkKind("kafka-librdkafka", "kafka", _sink, server="kafka", source="kafka-librdkafka", two_phase=True),
+        SinkKind("kafka", "kafka", _sink, server="kafka", source="kafka", two_phase=True, own=True, expires=True),
+        SinkKind(
+            "kafka-librdkafka",
+            "kafka",
+            _sink,
+            server="kafka",
+            source="kafka-librdkafka",
+            two_phase=True,
+            expires=True,
+        ),
     ),
     tuple(SourceKind(n, TopicSource, partial(_source, name=n), server="kafka") for n in _CLIENTS),
     properties={

@@ -25,7 +25,6 @@ APPEND_MAX = 40
 END = "delivered-verify-end"
 """Identifies the judge's own message, behind everything that it has to read."""
 _RETRY_S = 0.2
-OWN_ADDRESS = {"F2": "its client connects to the address that the broker advertises, bypassing a proxy"}
 
 
 class Messages(ABC):

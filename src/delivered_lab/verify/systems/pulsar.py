@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered import Guarantee
+from delivered_lab.verify.proxy import PulsarProxy
 from delivered_lab.verify.systems.base import Row, SinkKind, SourceClient, SourceKind, SourcePlace, System, as_text
-from delivered_lab.verify.systems.messages import OWN_ADDRESS, Messages, not_confirmed, sending
+from delivered_lab.verify.systems.messages import Messages, not_confirmed, sending
 from delivered_lab.verify.workloads import PARTITIONS, Record
 
 _READ_MAX = 1_000
@@ -67,6 +68,21 @@ class PulsarTopic(Messages):
     @property
     def _admin(self) -> str:
         return f"http://{self._server.listeners['HTTP']}"
+
+
+class PulsarTransactions(PulsarTopic):
+    """In transactions, with the ledger in Pulsar, too."""
+
+    def options(self) -> dict[str, Any]:
+        return {"format": self.system, **self.place(), **self._extra}
+
+    def open_transactions(self, pipeline: str) -> list[str]:
+        """What the topic waits for: a pipeline's transactions have a message there, or hold back nothing."""
+        del pipeline
+        path = f"/admin/v3/transactions/transactionBufferStats/public/default/{self.name}"
+        with urllib.request.urlopen(f"{self._admin}{path}", timeout=30) as reply:  # noqa: S310
+            count = int(json.load(reply)["ongoingTxnSize"])
+        return [f"{self.name}: {count} open transactions"] * bool(count)
 
 
 @dataclass
@@ -173,19 +189,21 @@ def _source(at: SourcePlace) -> PulsarSource:
     return PulsarSource(at.server.url, f"http://{at.server.listeners['HTTP']}", at.queue)
 
 
-_MESSAGES = sending(PulsarTopic, OWN_ADDRESS)
+_MESSAGES = sending(PulsarTopic)
 _TRANSACTIONS = SinkKind(
     "pulsar-2pc",
     "pulsar",
-    PulsarTopic,
+    PulsarTransactions,
     "pulsar",
     two_phase=True,
     absent=_MESSAGES.absent,
     guarantees=(Guarantee.EXACTLY_ONCE,),
+    expires=True,
 )
 SYSTEM = System(
     (_MESSAGES, _TRANSACTIONS),
     (SourceKind("pulsar", PulsarSource, _source, server="pulsar"),),
     # What a killed server wrote stays in the page cache: no case cuts the power.
     properties={"journalSyncData": "false", "transactionCoordinatorEnabled": "true"},
+    proxy=PulsarProxy,
 )

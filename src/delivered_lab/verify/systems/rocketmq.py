@@ -18,7 +18,7 @@ from typing import Any
 from delivered import Guarantee
 from delivered_lab.brokers import rocketmq
 from delivered_lab.verify.systems.base import Row, SinkKind, SourceKind, SourcePlace, System, as_text
-from delivered_lab.verify.systems.messages import CONFIRM_TIMEOUT_S, OWN_ADDRESS, Messages, Queue, sending
+from delivered_lab.verify.systems.messages import CONFIRM_TIMEOUT_S, Messages, Queue, sending
 from delivered_lab.verify.workloads import Record
 
 _PULL, _MAX_OFFSET, _RUNTIME = 11, 30, 28
@@ -189,8 +189,9 @@ def _source(at: SourcePlace) -> RocketSource:
     return RocketSource(at.queue, at.log, at.server.url, at.server.listeners["BROKER"], connector=at.connector)
 
 
+_NO_PROXY = {"F2": "its client connects to the address that the broker advertises, bypassing a proxy"}
 # Requests with many messages overtake each other; ordered messages go one by one.
-_MESSAGES = sending(RocketTopic, OWN_ADDRESS, ordered=False)
+_MESSAGES = sending(RocketTopic, _NO_PROXY, ordered=False)
 # Transaction messages: half messages are prepared.
 _TRANSACTIONS = SinkKind(
     "rocketmq-2pc",
