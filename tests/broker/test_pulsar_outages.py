@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from tests.broker.send_help import rows
-from tests.support.pulsar import native, sink
-from tests.support.servers import Pulsar
+from tests.support.pulsar import native, sink, with_coordinators
+from tests.support.servers import Pulsar, paused
+from tests.support.two_pulsars import two_pulsars
 
+from delivered.clients.pulsar.transactions import COORDINATORS
 from delivered.connectors.log import append
 from delivered.crash import CRASH, CRASH_DIR
 from delivered.model.identity import Scope
@@ -57,42 +57,57 @@ def sockets(pulsar: Pulsar) -> Iterator[tuple[str, int]]:
                 yield state, int(queues.rpartition(":")[2], 16)
 
 
+Harm = Callable[[Pulsar, Callable[[], None]], None]
+
+
 def killed(pulsar: Pulsar, go_on: Callable[[], None]) -> None:
     pulsar.broker.kill()
     go_on()
     pulsar.broker.restart()
 
 
-@contextmanager
-def standing(pulsar: Pulsar) -> Iterator[None]:
-    os.kill(pulsar.broker.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pulsar.broker.pid, signal.SIGCONT)
-
-
-def paused(pulsar: Pulsar, go_on: Callable[[], None]) -> None:
+def paused_for_a_moment(pulsar: Pulsar, go_on: Callable[[], None]) -> None:
     """Until it has been asked for something."""
-    with standing(pulsar):
+    with paused(pulsar):
         go_on()
         until(lambda: any(unread for _, unread in sockets(pulsar)), "nobody asked the paused broker for anything")
 
 
 def paused_past_the_timeout(pulsar: Pulsar, go_on: Callable[[], None]) -> None:
     """Until who asked has hung up: the broker does what it was asked for when nobody expects it any more."""
-    with standing(pulsar):
+    with paused(pulsar):
         go_on()
         gave_up = lambda: any(state == _CLOSE_WAIT and unread for state, unread in sockets(pulsar))  # noqa: E731
         until(gave_up, "nobody gave the paused broker up")
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("harm", [killed, paused, paused_past_the_timeout])
-def test_a_broker_that_fails_at_each_step(
-    new_pulsar: Callable[..., Pulsar], tmp_path: Path, harm: Callable[[Pulsar, Callable[[], None]], None]
-) -> None:
+@pytest.mark.parametrize("harm", [killed, paused_for_a_moment, paused_past_the_timeout])
+def test_a_broker_that_fails_at_each_step(new_pulsar: Callable[..., Pulsar], tmp_path: Path, harm: Harm) -> None:
     pulsar = new_pulsar()
+    with_coordinators(pulsar, 16)
+    goes_on(pulsar, tmp_path, lambda go_on: harm(pulsar, go_on))
+
+
+@pytest.mark.matrix
+def test_one_of_two_brokers_is_killed_at_each_step(
+    new_pulsar: Callable[..., Pulsar], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its coordinators and topics move to the other one. Each time both had some of them."""
+    with two_pulsars(new_pulsar, monkeypatch) as both:
+        with_coordinators(both.first, 16)
+
+        def harm(go_on: Callable[[], None]) -> None:
+            both.share(f"{COORDINATORS}-partition-{n}" for n in range(16))
+            both.kill_second()
+            go_on()
+            both.start_second()
+
+        goes_on(both.first, tmp_path, harm)
+
+
+def goes_on(pulsar: Pulsar, tmp_path: Path, harm: Callable[[Callable[[], None]], None]) -> None:
+    """A pipeline delivers each row once, although `harm` happens at each step; it goes on when told to."""
     topic = pulsar.topic(2)
     append(str(tmp_path / "log"), pa.Table.from_batches([rows(ROWS)]), partition_by=2)
     file, folder = tmp_path / "p.json", tmp_path / "hits"
@@ -126,7 +141,7 @@ def test_a_broker_that_fails_at_each_step(
                         met.append(name(hit))
                         if not hit.point.endswith("!wait"):
                             return None
-                        harm(pulsar, lambda: release(path))  # noqa: B023 - called at once
+                        harm(lambda: release(path))  # noqa: B023 - called at once
                 time.sleep(0.02)
             return process.returncode
         finally:

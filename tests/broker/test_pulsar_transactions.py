@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import urllib.request
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.pulsar import read_all, sink, source, values
+from tests.support.pulsar import read_all, sink, source, values, with_coordinators
 from tests.support.servers import Pulsar
 from tests.support.sinks import SHARDS, Rig
 
@@ -91,9 +90,7 @@ def test_rights_that_transactions_need(new_pulsar: Callable[..., Pulsar], tmp_pa
 def test_each_of_several_coordinators_is_loaded(new_pulsar: Callable[..., Pulsar], tmp_path: Path) -> None:
     pulsar = new_pulsar()
     options: Any = sink(tmp_path, pulsar, pulsar.topic()).options
-    url = f"{pulsar.options['adminUrl']}/admin/v3/transactions/transactionCoordinator/replicas"
-    request = urllib.request.Request(url, b"16", {"Content-Type": "application/json"}, method="POST")
-    urllib.request.urlopen(request, timeout=60).close()
+    with_coordinators(pulsar, 16)
     assert check_transactions(options, Admin(options)) == []
     coordinators = Coordinators(cluster(options))
     assert coordinators.count(soon()) == 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,13 @@ def native(pulsar: Pulsar, topic: str) -> list[Any]:
         found.append(reader.read_next(60_000))
     reader.close()
     return found
+
+
+def with_coordinators(pulsar: Pulsar, count: int) -> None:
+    """Have so many transaction coordinators, as clusters have 16 of them; a standalone broker has one."""
+    url = f"{pulsar.options['adminUrl']}/admin/v3/transactions/transactionCoordinator/replicas"
+    request = urllib.request.Request(url, b"%d" % count, {"Content-Type": "application/json"}, method="POST")
+    urllib.request.urlopen(request, timeout=60).close()
 
 
 def ids(found: list[dict[str, Any]]) -> list[str]:

@@ -9,9 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from delivered.connectors.pulsar import SourceOptions
+from delivered.connectors.pulsar import PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar import client as admin
 from delivered.connectors.pulsar.positions import Position
+from delivered.connectors.pulsar.preflight import check_transactions
+from delivered.model.capability import Guarantee
 from delivered.model.errors import Unreachable
 
 parse = SourceOptions.parse
@@ -28,6 +30,7 @@ class Service:
 
     def __init__(self) -> None:
         self.answers: list[int] = []
+        self.version = b"4.0.4"
         self.asked: list[tuple[str, str]] = []
         service = self
 
@@ -45,14 +48,24 @@ class Service:
 
             do_PUT = do_POST = _answer  # noqa: N815 - so the library looks for them
 
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(service.version)))
+                self.end_headers()
+                self.wfile.write(service.version)
+
             def log_message(self, *_: object) -> None:
                 """No log output in tests."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
     def admin(self, patient: bool = True) -> admin.Admin:
+        return admin.Admin(parse({**self.address, "topics": "orders"}), patient)
+
+    @property
+    def address(self) -> dict[str, str]:
         at = f"127.0.0.1:{self.server.server_port}"
-        return admin.Admin(parse({"url": f"pulsar://{at}", "adminUrl": f"http://{at}", "topics": "orders"}), patient)
+        return {"url": f"pulsar://{at}", "adminUrl": f"http://{at}"}
 
 
 @pytest.fixture
@@ -87,3 +100,12 @@ def test_one_that_is_made_at_once_is_not_moved(service: Service) -> None:
     service.answers = [204]
     service.admin().move(TOPIC, "pipeline", Position(38, 4), exists=False)
     assert service.asked == [("PUT", "38:4")]
+
+
+@pytest.mark.parametrize("version", ["2.9.5", "2.8.0", "1.22.1-incubating"])
+def test_brokers_that_are_too_old_for_transactions_are_refused(service: Service, version: str) -> None:
+    service.version = version.encode()
+    options = PulsarSinkOptions.parse({**service.address, "topic": "orders"})
+    (finding,) = check_transactions(options, service.admin())
+    assert (finding.code, finding.refuses, finding.only) == ("PULSAR_TOO_OLD", True, Guarantee.EXACTLY_ONCE)
+    assert version[:3] in finding.message

@@ -17,6 +17,7 @@ import base64
 import hashlib
 import hmac
 import json
+import os
 import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,6 +42,8 @@ from delivered_lab.brokers.servers import (
 VERSION = "4.0.4"
 ARTIFACT = ("org.apache.pulsar", "pulsar-server-distribution", VERSION)
 PULSAR, HTTP, PULSAR_SSL, HTTPS = "PULSAR", "HTTP", "PULSAR_SSL", "HTTPS"
+FOLDER = "DELIVERED_PULSAR"
+"""Environment variable: folder of another version, with `lib` and `conf`."""
 ADMIN = "admin"
 """Superuser role, if tokens are required."""
 _OWN_LOGIN = "brokerClientAuthenticationParameters"
@@ -87,8 +90,17 @@ def with_tokens(secret: bytes) -> dict[str, str]:
 
 
 def fetch(say: Say) -> Path:
-    """The server's folder, fetched once."""
+    """The server's folder, fetched once, or the one that DELIVERED_PULSAR names."""
+    if own := os.environ.get(FOLDER):
+        return Path(own)
     return fetch_archive(f"pulsar/{VERSION}", ARTIFACT, ("lib", "conf"), "239 MB", say)
+
+
+def version() -> str:
+    if (own := os.environ.get(FOLDER)) is None:
+        return VERSION
+    [jar] = Path(own, "lib").glob("org.apache.pulsar-pulsar-broker-[0-9]*.jar")
+    return jar.stem.rpartition("-")[2]
 
 
 def prepare(folder: Path, state: State, say: Say) -> list[str]:
@@ -193,6 +205,6 @@ SERVER = Server(
     fetch=fetch,
     url="pulsar://{}",
     takes=frozenset({"tls"}),
-    version=lambda: VERSION,
+    version=version,
     pipeline='{{format: pulsar, url: "{url}", adminUrl: "http://{HTTP}", topics: orders}}',
 )
