@@ -186,6 +186,21 @@ def until_expired(rig: Rig, transaction: Transaction) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize("logged", [True, False])
+def test_a_dead_attempt_does_not_hide_what_was_committed(rig: Rig, reader: Reader, logged: bool) -> None:
+    """P11, P31: a stage ran again, numbered as before, when what its first run had prepared was lost. The open
+    transactions of that run hide the markers of what was decided, applied, and perhaps logged."""
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    rig.write(plan)
+    commit_batch(context, 0, offsets(0), rig.write(plan))
+    assert reader.values() == Counter()
+    second = rig.context("second")
+    plan = rig.plan(second, 1 if logged else 0)
+    assert plan.rewrite == {}
+    assert reader.values() == expected(rig, 0)
+
+
 def test_a_marker_counts_only_at_its_place_and_of_its_transaction(rig: Rig) -> None:
     """Not that of another attempt, nor one that somebody wrote without a transaction."""
     context = rig.context()

@@ -334,11 +334,7 @@ def _apply(context: Context, decision: Decision) -> None:
     if step is None:
         return
     broken = apply_decided(context, decision, step)
-    expired = [
-        (p.shard, decision.scope_of(p).sink)
-        for p in broken
-        if not context.committers.was_committed(decision.work(p), p)
-    ]
+    expired = [(p.shard, decision.scope_of(p).sink) for p in not_visible(context, decision, broken)]
     if expired:
         text = ", ".join(f"{shard} at {sink!r}" for shard, sink in expired[:50])
         raise PromiseBroken("PROMISE_EXPIRED", batch=decision.batch, text=text)
@@ -666,6 +662,20 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
     return failed + [p for p in broken if p is not None]
 
 
+def not_visible(context: Context, decision: Decision, broken: Sequence[Prepared], *others: Decision) -> list[Prepared]:
+    """Of participants that were not applied, those whose rows are certainly not visible.
+
+    Args:
+        others: whose participants are kept, as the decision's are.
+
+    Raises:
+        OutcomeUnknown: see `abort_orphans`.
+    """
+    if broken:  # evidence is read only after orphans are aborted: their open transactions would hide it
+        abort_orphans(context, decision, *others)
+    return [p for p in broken if not context.committers.was_committed(decision.work(p), p)]
+
+
 def abort_late_orphans(context: Context, *keep: Decision) -> None:
     """`abort_orphans`, at most once a minute: tasks of a superseded driver may outlive it, and open participants."""
     if time.monotonic() - context.swept.at_s > SWEEP_EVERY_S:
@@ -733,13 +743,8 @@ def confirm_logged(context: Context, logged: Decision) -> None:
     if StepId.RECOVER_APPLY not in RECOVERY[logged.guarantee]:
         return
     known = tuple(p for _, p in _participants(context, logged))
-    missing = sorted(
-        {
-            p.shard
-            for p in apply_decided(context, replace(logged, participants=known), StepId.RECOVER_APPLY)
-            if not context.committers.was_committed(logged.work(p), p)
-        }
-    )
+    broken = apply_decided(context, replace(logged, participants=known), StepId.RECOVER_APPLY)
+    missing = sorted({p.shard for p in not_visible(context, logged, broken)})
     if missing and not context.tolerance.missing_ledger:
         raise PromiseBroken(
             "LOGGED_BATCH_LOST",

@@ -83,8 +83,8 @@ class PulsarSink(MessageSink):
             prepared_timeout_s=float(timeout_s),
             assumes=(
                 f"the ledger {self._ledger} is kept as long as the checkpoint",
-                "exactly_once: a replayed batch gives the same rows (only needed if the query keeps state or a "
-                f"transaction expired: {timeout_s:,} s after it was opened)",
+                "a replayed batch gives the same rows (only needed if the query keeps state or a transaction expired: "
+                f"{timeout_s:,} s after it was opened)",
             ),
             limits=(
                 "exactly_once: brokers have transactionCoordinatorEnabled=true",
@@ -92,7 +92,7 @@ class PulsarSink(MessageSink):
                 "(transactionTimeout); after that its shards are written again from the source",
                 "exactly_once: while a batch is open, readers of its partitions wait for what was sent behind it; "
                 "readers may see some shards of a batch before the others",
-                "otherwise, a replayed batch with the same rows in the same order has the same properties "
+                "at_least_once: a replayed batch with the same rows in the same order has the same properties "
                 "delivered.id, so that readers can detect duplicates",
             ),
         )
