@@ -10,10 +10,14 @@ from tests.support.pulsar import FULL, native
 from tests.support.pulsar_transactions import Open, cluster, soon
 from tests.support.servers import Pulsar
 
+from delivered.clients.pulsar.cluster import Cluster
 from delivered.clients.pulsar.commands import Error, NoAnswer, Rejected
+from delivered.clients.pulsar.connection import Settings
 from delivered.clients.pulsar.producer import COMPRESSIONS, Message, TooLong
 from delivered.clients.pulsar.transactions import Coordinators, TransactionId
+from delivered.model.options import parse_address
 from delivered.model.work import Failed, Ok, Unknown
+from delivered_lab.verify.proxy import Command, Fired, NetworkFault, PulsarProxy, Rule
 
 
 def values(pulsar: Pulsar, topic: str) -> list[bytes]:
@@ -114,6 +118,24 @@ def test_a_schema_is_registered_and_named_by_each_message(pulsar: Pulsar) -> Non
     with pytest.raises(Rejected) as raised:
         Open(cluster(pulsar), topic, schema=("AVRO", other))
     assert raised.value.code == Error.INCOMPATIBLE_SCHEMA
+
+
+def test_a_lost_answer_to_an_end_leaves_it_unknown_and_done(pulsar: Pulsar) -> None:
+    """Through the verifier's proxy, which each lookup leads back to."""
+    fired: list[Fired] = []
+    proxy = PulsarProxy(pulsar.broker.url.removeprefix("pulsar://"), fired.append)
+    topic = pulsar.topic()
+    try:
+        opened = Open(Cluster(Settings([parse_address(proxy.bootstrap)])), topic)
+        opened.send(Message(b"a"))
+        proxy.add(Rule(Command.END_TXN, NetworkFault.LOSE_REPLY, within="delivered"))
+        assert isinstance(opened.coordinators.end(opened.id, commit=True, deadline=soon()), Unknown)
+        assert [f.rule for f in fired] == ["lose_reply:end_txn of delivered"]
+        assert proxy.frames == {"new_txn": 1, "add_partition_to_txn": 1, "send": 1, "end_txn": 1}
+        assert values(pulsar, topic) == [b"a"]
+        assert isinstance(opened.coordinators.end(opened.id, commit=True, deadline=soon()), Failed)
+    finally:
+        proxy.close()
 
 
 @pytest.mark.matrix
