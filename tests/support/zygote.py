@@ -144,5 +144,5 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path[0] = str(Path(__file__).parents[2])  # not this folder, whose modules have the names of clients
     _serve()
