@@ -15,9 +15,6 @@ from delivered import html
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.rows import OnBadRow
 from delivered.model.schedule import SHARE, Cadence, Load, Schedule
-from delivered.operate.asking import status
-from delivered.operate.page import flow_of
-from delivered.operate.status import Status
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import gather
 from delivered.planner import Plan, Refusal, make_plan
@@ -34,6 +31,7 @@ if TYPE_CHECKING:
     from delivered.audit.seal import Seal
     from delivered.operate.continuous import ContinuousAudit
     from delivered.operate.replay import Rebuild
+    from delivered.operate.status import Status
     from delivered.pipeline.adopt import Adoption
     from delivered.pipeline.endpoint import Endpoint
 
@@ -49,6 +47,8 @@ class Pipeline(Definition):
 
     def _repr_html_(self) -> str:
         """What it is made of, for a notebook. Asks nobody; names no option, so no secret."""
+        from delivered.operate.page import flow_of
+
         lines: list[tuple[str, object]] = [("checkpoint", html.element("code", self.checkpoint))]
         if text := self.transform.facts().text:
             lines.append(("transform", html.element("code", text)))
@@ -62,6 +62,8 @@ class Pipeline(Definition):
     def status(self) -> Status:
         """What `delivered status` shows: asked from checkpoint, ledger, sinks and sources, for 3 s at most. Never
         raises for what does not answer: it is a problem of the status. Needs no Spark."""
+        from delivered.operate.asking import status
+
         return status(self)
 
     def plan(

@@ -94,5 +94,5 @@ ASKED = Request(
     sinks=(TO_KAFKA,),
     checkpoint=CheckpointFacts("/data/checkpoints/orders"),
     transform=TransformFacts("sql", "SELECT key, value FROM source"),
-    alternatives=alternatives(),
+    alternatives=alternatives,
 )

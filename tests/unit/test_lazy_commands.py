@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 
+from delivered.cli.example import write_example
 from delivered.cli.main import COMMANDS, app
 
 
 @pytest.mark.parametrize(
-    ("arguments", "ours_max", "never"),
+    ("arguments", "code", "ours_max", "never"),
     [
-        (["--help"], 4, ("delivered.entry", "delivered.model", "rich", "pyarrow", "numpy", "pydantic", "yaml")),
-        (["pln"], 4, ("delivered.entry", "delivered.model", "pyarrow")),
-        (["explain", "TOPIC_MISSING"], 40, ("delivered.entry", "delivered.pipeline", "pyspark")),
+        (["--help"], 0, 4, ("delivered.entry", "delivered.model", "rich", "pyarrow", "numpy", "pydantic", "yaml")),
+        (["pln"], 2, 4, ("delivered.entry", "delivered.model", "pyarrow")),
+        (["explain", "TOPIC_MISSING"], 0, 40, ("delivered.entry", "delivered.pipeline", "pyspark")),
+        (
+            ["plan", "orders.yaml"],
+            0,
+            90,
+            ("delivered.operate", "delivered.audit", "delivered.connectors.kafka", "pyspark"),
+        ),
     ],
 )
-def test_modules_that_a_command_imports(arguments: list[str], ours_max: int, never: tuple[str, ...]) -> None:
-    code = (
+def test_modules_that_a_command_imports(
+    arguments: list[str], code: int, ours_max: int, never: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_example(tmp_path)
+    program = (
         "import sys, atexit\n"
         "atexit.register(lambda: sys.stderr.write('\\nLOADED ' + ' '.join(sys.modules)))\n"
         "from delivered.cli.main import app\n"
         f"app({arguments!r})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
     loaded = done.stderr.rpartition("LOADED ")[2].split()
-    assert "typer" in loaded, done.stderr
+    assert (done.returncode, "typer" in loaded) == (code, True), done.stderr
     assert not set(never) & set(loaded)
     assert len([m for m in loaded if m.partition(".")[0].startswith("delivered")]) <= ours_max
 

@@ -133,7 +133,7 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
         on_bad_row=pipeline.on_bad_row,
         dead_letters=sinks[-1].name if pipeline.dead_letter is not None else None,
         dedup=pipeline.dedup,
-        alternatives=alternatives(),
+        alternatives=alternatives,
         output_mode=pipeline.output_mode,
     )
 
@@ -324,7 +324,7 @@ def _refused_by_plan(spec: PipelineSpec, sinks: Sinks, checkpoint: str) -> None:
     mode = "complete" if facts[0].capability.write.complete and spec.batch is not None else "append"
     known = CheckpointFacts(checkpoint)
     request = Request(
-        spec.pipeline, spec.guarantee, (source,), tuple(facts), known, alternatives=alternatives(), output_mode=mode
+        spec.pipeline, spec.guarantee, (source,), tuple(facts), known, alternatives=alternatives, output_mode=mode
     )
     plan = make_plan(request)
     if isinstance(plan, Refusal):

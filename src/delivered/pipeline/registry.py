@@ -24,22 +24,35 @@ log = logging.getLogger("delivered")
 
 ENTRY_POINTS = "delivered.connectors"
 PREFIX = "delivered_"
-_OWN = (
+_MODULES = (
     *("activemq", "delta", "files", "iceberg", "kafka", "log", "mysql", "outbox", "postgres", "pulsar", "rabbitmq"),
     *("rabbitmq.stream", "rocketmq", "saga", "sqlite"),
 )
-"""Modules of our own connectors: code without installed metadata (`--py-files`, an older editable install) has them."""
+_OWN = {
+    m.replace(".", "_"): EntryPoint(m.replace(".", "_"), f"delivered.connectors.{m}:CONNECTOR", ENTRY_POINTS)
+    for m in _MODULES
+}
+"""Our own connectors: code without installed metadata (`--py-files`, an older editable install) has them too."""
 
 
-def _entries() -> dict[str, EntryPoint]:
-    own = [EntryPoint(m.replace(".", "_"), f"delivered.connectors.{m}:CONNECTOR", ENTRY_POINTS) for m in _OWN]
-    return {e.name: e for e in (*own, *entry_points(group=ENTRY_POINTS))}
+def _others() -> dict[str, EntryPoint]:
+    """Connectors of other packages. Reads the metadata of every installed package."""
+    return {e.name: e for e in entry_points(group=ENTRY_POINTS) if e.name not in _OWN}
 
 
 def connectors() -> dict[str, Connector]:
     """Every installed connector by name, but those that were written for another version of delivered."""
+    return dict(sorted(({name: _load(entry) for name, entry in _OWN.items()} | _usable()).items()))
+
+
+def names() -> list[str]:
+    """Of `connectors`. Imports none of our own."""
+    return sorted((*_OWN, *_usable()))
+
+
+def _usable() -> dict[str, Connector]:
     found: dict[str, Connector] = {}
-    for name, entry in sorted(_entries().items()):
+    for name, entry in _others().items():
         try:
             found[name] = _load(entry)
         except UsageError as error:  # of another's connector, which this pipeline may not use
@@ -64,7 +77,9 @@ def connector(name: str) -> Connector:
         UsageError: there is none of that name, or it was written for another version of delivered.
     """
     name = name.removeprefix(PREFIX)
-    entries = _entries()
+    if name in _OWN:
+        return _load(_OWN[name])
+    entries = _OWN | _others()
     if name not in entries:
         near = difflib.get_close_matches(name, entries, n=1)
         raise UsageError(

@@ -188,6 +188,7 @@ class Request:
         on_bad_row: what happens to a row that is invalid for a sink.
         dead_letters: name of the dead-letter sink, which is the last one; None: there is none.
         dedup: which duplicates in the source are dropped; None: none.
+        alternatives: asked by a refusal that names them, as it imports every connector.
         output_mode: of the query, as Spark spells it.
     """
 
@@ -201,7 +202,7 @@ class Request:
     on_bad_row: OnBadRow = OnBadRow.FAIL
     dead_letters: str | None = None
     dedup: Dedup | None = None
-    alternatives: Alternatives = Alternatives()
+    alternatives: Callable[[], Alternatives] = Alternatives
     output_mode: str = "append"
 
     @property
@@ -330,7 +331,7 @@ def key_table_without_ledger(request: Request) -> Reason | None:
         "DEDUP_MEMORY.DECIDER",
         sink=request.decider.label,
         among=among,
-        alternatives=_any(request.alternatives.key_tables),
+        alternatives=_any(request.alternatives().key_tables),
     )
 
 
@@ -352,7 +353,7 @@ def sink_commits(request: Request) -> Reason | None:
     sink = next((s for s in request.sinks if s.capability.commit is Commit.NONE), None)
     if request.guarantee is not Guarantee.EXACTLY_ONCE or sink is None:
         return None
-    return Reason.build("SINK_CANNOT_COMMIT", label=sink.label, alternatives=_any(request.alternatives.transactional))
+    return Reason.build("SINK_CANNOT_COMMIT", label=sink.label, alternatives=_any(request.alternatives().transactional))
 
 
 def sink_sends_once(request: Request) -> Reason | None:

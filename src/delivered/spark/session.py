@@ -31,7 +31,7 @@ from delivered.engine.owner import new_owner
 from delivered.machine import cache_folder, java_home
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.step import LOG_FORMAT, as_json
-from delivered.pipeline.registry import connectors
+from delivered.pipeline.registry import names
 from delivered.prefork import start_server, worker_python
 from delivered.spark.check import OUR_DAEMON, advice, owners, sender_of
 from delivered.spark.compat import LOCAL_SOCKETS, PYTHON_SOURCES
@@ -108,7 +108,7 @@ def _register(spark: SparkSession, parent: SparkSession | None) -> None:
     from delivered.spark.formats import DeliveredDataSource
 
     with active(spark):  # where Spark checks for existing formats
-        for name in connectors():
+        for name in names():
             attributes: dict[str, Any] = {"system": name, "sender": sender}
             # Not importable by name, so that Spark pickles the class by value, id included.
             spark.dataSource.register(type(f"Delivered_{name}", (DeliveredDataSource,), attributes))
