@@ -63,7 +63,13 @@ MISTAKES = {
     "guarantee": Mistake("plan FILE", "FILE_INVALID", "did you mean exactly_once?", ("exactly_once", "exactly_onse")),
     "guarantee option": Mistake("plan FILE --guarantee atleast_once", "FILE_INVALID", "did you mean at_least_once?"),
     "key": Mistake("plan FILE", "FILE_INVALID", "write 'checkpoint'", ("checkpoint:", "checkpont:")),
-    "kind of value": Mistake("plan FILE", "FILE_INVALID", "delivered init", ("sinks: [", "sinks: 7 # [")),
+    "kind of value": Mistake("plan FILE", "FILE_INVALID", "a list", ("sinks: [", "sinks: 7 # [")),
+    "tab": Mistake("plan FILE", "FILE_NOT_YAML", "replace the tab in line 2", ("guarantee:", "\tguarantee:")),
+    "bracket": Mistake("plan FILE", "FILE_NOT_YAML", "close the { of line 4", ("/in}", "/in")),
+    "colon": Mistake("plan FILE", "FILE_NOT_YAML", "quote the value in line 1", ("orders", "orders: all")),
+    "no guarantee": Mistake("plan FILE", "FILE_INVALID", "at_least_once or", ("guarantee: exactly_once", "")),
+    "trigger": Mistake("plan FILE", "TRIGGER_VALUE", "10 seconds", ("transform:", "trigger: 10 secs\ntransform:")),
+    "no unit": Mistake("plan FILE", "FILE_INVALID", "10 seconds", ("transform:", "trigger: 10\ntransform:")),
     "override": Mistake("plan FILE -s sorce.path=/in", "FILE_INVALID", "write 'source'"),
     "format": Mistake("plan FILE", "FORMAT_UNKNOWN", "write 'sqlite'", ("format: sqlite", "format: sqllite")),
     "option": Mistake("plan FILE", "OPTION_UNKNOWN", "write 'table'", ("table:", "tabel:")),
@@ -82,7 +88,10 @@ MISTAKES = {
     )),
     "checkpoint": Mistake("plan FILE --checkpoint FOLDER/file/c", "CHECKPOINT_UNWRITABLE", "a folder"),
     "pseudo file system": Mistake("plan FILE --checkpoint /proc/c", "CHECKPOINT_UNWRITABLE", "a folder"),
-    "file": Mistake("plan FOLDER/order.yaml", "FILE_UNREADABLE", "delivered init"),
+    "file": Mistake("plan FOLDER/order.yaml", "FILE_UNREADABLE", "did you mean FOLDER/orders.yaml?"),
+    "folder": Mistake("plan FOLDER", "FILE_UNREADABLE", "there is FOLDER/orders.yaml"),
+    "not run": Mistake("audit FILE", "CHECKPOINT_MISSING", "delivered run FILE", exit_code=3),
+    "no queue": Mistake("receive FILE", "NOT_A_QUEUE", "delivered run"),
     "sink": Mistake("audit FILE --sink order", "AUDIT_SINK", "did you mean orders?"),
     "server": Mistake("brokers start kafak", "BROKER_UNKNOWN", "did you mean kafka?"),
     "code": Mistake("explain TOPIC_MISING", "CODE_UNKNOWN", "delivered explain DELIVERED_TOPIC_MISSING"),
@@ -117,7 +126,7 @@ def test_a_mistake_says_what_to_do_next(folder: Path, name: str) -> None:
     assert f"[DELIVERED_{mistake.code}]" in said, said
     step = said.partition("Next: ")[2] or said.partition("way out ")[2]
     assert step
-    assert mistake.next in step
+    assert put(mistake.next) in step
     assert done.exit_code == mistake.exit_code
 
 

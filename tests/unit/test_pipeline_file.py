@@ -158,9 +158,23 @@ def test_triggers(given: object, kind: Trigger, interval: str | None) -> None:
     assert (found.kind, found.interval) == (kind, interval)
 
 
-@pytest.mark.parametrize("given", ["sometimes", {"a": "b"}, {"processing_time": 10}, {}])
-def test_bad_triggers(given: object) -> None:
-    with pytest.raises(UsageError, match="TRIGGER_VALUE"):
+@pytest.mark.parametrize(
+    ("given", "interval"),
+    [
+        ("sometimes", "10 seconds"),
+        ({"a": "b"}, "10 seconds"),
+        ({"processing_time": 10}, "10 seconds"),
+        ({}, "10 seconds"),
+        ("30 secs", "30 seconds"),
+        ("5min", "5 minutes"),
+        ("200 ms", "200 milliseconds"),
+        ("1.5 minutes", "10 seconds"),
+        ("1 month", "10 seconds"),
+    ],
+)
+def test_bad_triggers(given: object, interval: str) -> None:
+    """Among them, what only Spark would refuse, after its start."""
+    with pytest.raises(UsageError, match=f"TRIGGER_VALUE.*write trigger: {interval};"):
         parse_trigger(given)  # type: ignore[arg-type]
 
 

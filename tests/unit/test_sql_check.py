@@ -44,6 +44,10 @@ SOURCE = {
         ("SELECT uper(value) AS v FROM source", "'uper'", "did you mean upper?"),
         ("SELECT value FROM sorce", "'sorce'", "did you mean source?"),
         ("-- nothing", "is empty", "write a query"),
+        ("SELECT value, FROM source", "followed by 'FROM'", "remove the comma"),
+        ("SELECT upper(topic, ) AS t FROM source", "followed by ')'", "remove the comma"),
+        ("SELECT key, value", "reads no source", "add FROM"),
+        ("SELECT upper(CAST(key AS STRNG)) AS k FROM source", "'STRNG'", "did you mean STRING?"),
     ],
 )
 def test_what_cannot_run_is_an_error(sql: str, what: str, hint: str) -> None:
@@ -58,8 +62,8 @@ def test_what_cannot_run_is_an_error(sql: str, what: str, hint: str) -> None:
 @pytest.mark.parametrize(
     "sql",
     [
-        "SELECT value, FROM source",
         "SELECT FROM source",
+        "SELECT key AS from, from FROM source",
         "SELECT 4 >>> 1 AS n FROM source",
         "SELECT nothing FROM source LATERAL VIEW explode(split(value, ',')) AS word",
         "SELECT value FROM parquet.`/rows`",
@@ -131,6 +135,7 @@ def plan(folder: Path, sql: str | None, **more: object) -> Plan | Refusal:
         ("SELECT length(key) AS id, upper(value) AS words FROM source", "COLUMN_MISSING"),
         ("SELECT vale AS id FROM source", "SQL_INVALID"),
         ("SELECT count(*) AS id FROM source", "OUTPUT_MODE"),
+        ("SELECT length(key) AS id FROM source ORDER BY key", "OUTPUT_MODE"),
         ("SELECT length(key) AS id, CAST(value AS STRING) AS text FROM source", None),
         ("SELECT length(key) AS id, upper(CAST(value AS STRING)) AS text FROM source", None),
     ],
@@ -165,5 +170,5 @@ def test_the_command_asks_spark_only_in_doubt(orders: Path, monkeypatch: pytest.
     assert "did you mean value?" in wrong.output
     right = CliRunner().invoke(app, ["plan", str(file), "-s", "transform.sql=SELECT length(key) AS id FROM source"])
     assert right.exit_code == 0, right.output
-    doubtful = "transform.sql=SELECT id, FROM source"
+    doubtful = "transform.sql=SELECT FROM source"
     assert CliRunner().invoke(app, ["plan", str(file), "-s", doubtful]).exit_code == 77

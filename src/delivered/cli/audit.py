@@ -31,7 +31,7 @@ from delivered.cli.command import (
 )
 from delivered.cli.run import LogFormatOption
 from delivered.machine import without_pandas
-from delivered.model.errors import UsageError
+from delivered.model.errors import OutcomeUnknown, UsageError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -112,6 +112,7 @@ def audit(
     from delivered.audit.keys import KeyShare
     from delivered.audit.report import render
     from delivered.audit.request import sealing
+    from delivered.checkpoint.folder import logged
     from delivered.cli.run import SparkLog, quiet_spark
 
     one: dict[str, object] = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint}
@@ -140,6 +141,8 @@ def audit(
         KeyShare.parse(keys)
     part = start is not None or keys is not None
     sealing(full=full, since=since, from_now=from_now, sink_from=part, recompute=recompute)
+    if sink in (None, *pipeline.sink_names) and logged(pipeline.checkpoint)[1] is None:
+        raise OutcomeUnknown("CHECKPOINT_MISSING.AUDIT", location=pipeline.checkpoint, file=files[0])
     with working("starting") as progress, ExitStack() as session, ExitStack() as light:
         if pipeline.transform.function is None:  # others may use it
             light.enter_context(without_pandas())

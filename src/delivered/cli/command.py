@@ -53,7 +53,7 @@ class LogFormat(StrEnum):
 
 
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text or json.")]
-FileArgument = Annotated[Path, typer.Argument(help="The pipeline file.", show_default=False)]
+FileArgument = Annotated[Path, typer.Argument(help="The pipeline file.", show_default=False, metavar="PIPELINE.yaml")]
 SetOption = Annotated[
     list[str],
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a value of the file, for example source.path=/in."),

@@ -50,6 +50,8 @@ def checked_columns(pipeline: Definition) -> tuple[Finding, ...]:
                 return (Finding.build(UNCHECKED, refuses=False, reason=facts.doubt),)
             if facts.aggregates and pipeline.output_mode == "append" and pipeline.dedup is None:
                 return (Finding.refusal(UsageError("OUTPUT_MODE.AGGREGATES")),)
+            if facts.sorts and pipeline.output_mode != "complete":
+                return (Finding.refusal(UsageError("OUTPUT_MODE.SORTS", mode=pipeline.output_mode)),)
             columns = facts.columns
         for endpoint in pipeline.sinks if columns is not None else ():
             _check(endpoint, projected(columns, endpoint.projection))

@@ -107,7 +107,9 @@ def _keys(sink: Endpoint, transform: Transform) -> list[str]:
     return columns
 
 
-_INTERVAL = re.compile(r"\d+(\.\d+)?\s*[a-zA-Z]+")
+_PART = r"(\d+\s+(week|day|hour|minute|millisecond|microsecond)|\d+(\.\d+)?\s+second)s?"
+_INTERVAL = re.compile(rf"(interval\s+)?{_PART}(\s+{_PART})*", re.IGNORECASE)
+"""What Spark accepts as a trigger's interval."""
 _SPARK_NAMES = {
     Trigger.AVAILABLE_NOW: "availableNow",
     Trigger.PROCESSING_TIME: "processingTime",
@@ -156,7 +158,16 @@ def parse_trigger(value: str | Mapping[str, Any] | When | None) -> When:
             kinds = {k.value: k for k in Trigger if k is not Trigger.AVAILABLE_NOW}
             if key in kinds and isinstance(interval, str) and _INTERVAL.fullmatch(interval.strip()):
                 return When(kinds[key], interval.strip())
-    raise UsageError("TRIGGER_VALUE", value=shown(value, "trigger"))
+    raise UsageError("TRIGGER_VALUE", value=shown(value, "trigger"), interval=_interval_near(value))
+
+
+def _interval_near(value: object) -> str:
+    """For a next step: what 10s, 10 secs or 10 was to say, in Spark's words."""
+    found = re.fullmatch(r"(\d+)\s*([a-zA-Z]*)", str(value).strip())
+    word = "" if found is None else {"ms": "milli", "us": "micro"}.get(found[2].lower(), found[2].lower()[:2])
+    units = ("seconds", "minutes", "hours", "days", "weeks", "milliseconds", "microseconds")
+    unit = next((u for u in units if u.startswith(word)), None)
+    return "10 seconds" if found is None or unit is None else f"{found[1]} {unit}"
 
 
 @dataclass(frozen=True)

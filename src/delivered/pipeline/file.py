@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pydantic
 import yaml
@@ -185,7 +185,7 @@ class PipelineFile(BaseModel):
     )
     dedup: DedupEntry | None = None
     transform: TransformEntry | None = None
-    sinks: list[SinkEntry] = Field(min_length=1)
+    sinks: list[SinkEntry] = Field(min_length=1, description="Where records go: a list.")
     on_bad_row: Literal["fail", "dead_letter", "drop"] = Field(
         "fail",
         description="What happens to a row that is invalid for a sink, or for which the transform's Arrow function "
@@ -435,20 +435,35 @@ def load_file(path: str | Path, overrides: Mapping[str, Any] | None = None) -> P
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError("FILE_UNREADABLE", path=str(path), reason=reason) from None
+        raise UsageError("FILE_UNREADABLE", path=str(path), reason=reason, hint=_files_near(path)) from None
     return load_text(text, str(path), overrides)
+
+
+def _files_near(path: Path) -> str:
+    """For a next step: the pipeline file that was meant, or those in its folder; empty: there are none."""
+    folder, name = (path, "") if path.is_dir() else (path.parent, path.name)
+    try:
+        there = {p.name: folder / p.name for p in sorted(folder.iterdir()) if p.suffix in (".yaml", ".yml")}
+    except OSError:
+        return ""
+    if near := difflib.get_close_matches(name, there, n=1):
+        return f"did you mean {there[near[0]]}? "
+    return f"there is {', '.join(map(str, list(there.values())[:_ERRORS_SHOWN]))}; " if there else ""
 
 
 def load_text(text: str, name: str = "pipeline", overrides: Mapping[str, Any] | None = None) -> PipelineFile:
     """As `load_file`, from text; errors show `name`."""
     data, lines = _parse(text, name)
     data = _references(data, name, lines, ())
+    origins: dict[str, str] = {}
     for variable, key in ENVIRONMENT.items():
         if variable in os.environ:
             _put(data, key, _typed(os.environ[variable]), variable)
+            origins[key] = variable
     for dotted, value in (overrides or {}).items():
         _put(data, dotted, value, f"--set {dotted}")
-    return _validated(data, name, lines)
+        origins[dotted] = "the command line"
+    return _validated(data, name, lines, origins)
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -477,10 +492,7 @@ def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
         data = load_yaml(text)
         node = compose_yaml(text)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise UsageError("FILE_NOT_YAML", name=name, where=where, problem=problem) from None
+        raise _not_yaml(text, name, error) from None
     if not isinstance(data, dict):
         raise UsageError(
             "FILE_INVALID.NO_MAPPING",
@@ -491,6 +503,26 @@ def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
     lines: dict[Path_, int] = {}
     _lines(node, (), lines, name)
     return data, lines
+
+
+def _not_yaml(text: str, name: str, error: yaml.YAMLError) -> UsageError:
+    mark, opened = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    line = mark.line + 1 if mark else 0
+    action = f"correct line {line}" if line else "correct the file"
+    texts = [*text.splitlines(), ""]
+    before = texts[mark.line][: mark.column + 1] if mark else ""
+    if "\t" in before and before.isspace():
+        problem, action = "a tab indents it, where YAML takes blanks only", f"replace the tab in line {line} by blanks"
+    elif opened and "flow" in str(getattr(error, "context", "")):
+        bracket = texts[opened.line][opened.column]
+        problem = f"{problem}; the {bracket} of line {opened.line + 1} is open"
+        action = f"close the {bracket} of line {opened.line + 1}, or quote what stands in it"
+    elif problem.startswith("mapping values are not allowed"):
+        problem, action = "a second ': ' in one line", f"quote the value in line {line}, or start a line for its keys"
+    return UsageError(
+        "FILE_NOT_YAML", name=name, where=f", line {line}" if line else "", problem=problem, action=action
+    )
 
 
 def _lines(node: Any, path: Path_, lines: dict[Path_, int], name: str) -> None:
@@ -555,11 +587,12 @@ def _put(data: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
 _SEE_KEYS = "correct the value; `delivered init` writes an example"
 
 
-def _validated(data: dict[str, Any], name: str, lines: Mapping[Path_, int]) -> PipelineFile:
+def _validated(data: dict[str, Any], name: str, lines: Mapping[Path_, int], origins: Mapping[str, str]) -> PipelineFile:
+    """Args: origins: of values that are not the file's."""
     try:
         return PipelineFile.model_validate(data)
     except pydantic.ValidationError as error:
-        faults = list(_faults(error, name, lines))
+        faults = list(_faults(error, name, lines, origins))
     texts, steps = [t for t, _ in faults[:_ERRORS_SHOWN]], [s for _, s in faults if s]
     more = f" (and {len(faults) - _ERRORS_SHOWN} more)" if len(faults) > _ERRORS_SHOWN else ""
     raise UsageError(
@@ -567,11 +600,13 @@ def _validated(data: dict[str, Any], name: str, lines: Mapping[Path_, int]) -> P
     )
 
 
-def _faults(error: pydantic.ValidationError, name: str, lines: Mapping[Path_, int]) -> Iterable[tuple[str, str | None]]:
+def _faults(
+    error: pydantic.ValidationError, name: str, lines: Mapping[Path_, int], origins: Mapping[str, str]
+) -> Iterable[tuple[str, str | None]]:
     reported = set[Path_]()
     for fault in error.errors(include_url=False):
         path = _known_part(fault["loc"], lines)
-        where = f"{name}{_line(lines, path)}"
+        where = origins.get(_dotted(path)) or f"{name}{_line(lines, path)}"
         key = _dotted(path) or "the pipeline"
         if path in reported:
             continue  # one line per key, not one per member of a union
@@ -581,14 +616,15 @@ def _faults(error: pydantic.ValidationError, name: str, lines: Mapping[Path_, in
                 yield _unknown(where, path)
             case "missing":
                 missing = _dotted(fault["loc"])
-                yield f"{where}: {missing!r} is missing", f"add {missing}: ..."
+                yield f"{where}: {missing!r} is missing", f"add {missing}: {_meant(fault['loc']) or '...'}"
             case "value_error":
                 yield f"{where}: {key}: {fault['ctx']['error']}", None
             case _:
                 given = shown(fault["input"], str(path[-1]) if path else "")
                 allowed = re.findall(r"'([^']*)'", str(fault.get("ctx", {}).get("expected", "")))
-                near = did_you_mean(str(fault["input"]), allowed).strip()
-                step = near or f"write {key}: {' or '.join(allowed)}" if allowed else None
+                step: str | None = did_you_mean(str(fault["input"]), allowed).strip()
+                if not step and (meant := " or ".join(allowed) or _meant(path)):
+                    step = f"write {key}: {meant}"
                 yield f"{where}: {key} is {given}; {_lower(fault['msg'])}", step
 
 
@@ -608,6 +644,16 @@ def _unknown(where: str, path: Path_) -> tuple[str, str | None]:
     near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
     known = ", ".join(model.model_fields)
     return f"{where}: unknown key {_dotted(path)!r}; known: {known}", f"write {near[0]!r}" if near else "remove it"
+
+
+def _meant(path: tuple[str | int, ...]) -> str | None:
+    """For a next step: the words that a key may have, or its description."""
+    model = _MODELS.get(str(path[0]) if len(path) > 1 else "", PipelineFile)
+    field = model.model_fields.get(str(path[-1]) if path else "")
+    if field is None:
+        return None
+    words = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return " or ".join(words) or field.description
 
 
 def _line(lines: Mapping[Path_, int], path: Path_) -> str:

@@ -180,7 +180,7 @@ def queue_among(sources: Mapping[str, Endpoint]) -> Endpoint:
     """The source that receivers fill: the only one, or the only queue.
 
     Raises:
-        UsageError: there are several queues, or no queue among several sources.
+        UsageError: there are several queues, or none.
     """
     queues = {n: e for n, e in sources.items() if not e.is_spark_own and connector(e.system).queues is not None}
     candidates = sources if len(sources) == 1 else queues
@@ -191,7 +191,9 @@ def queue_among(sources: Mapping[str, Endpoint]) -> Endpoint:
             queues=", ".join(queues) if queues else "none",
             are="are queues" if queues else "is one",
         )
-    return next(iter(candidates.values()))
+    queue = next(iter(candidates.values()))
+    connector(queue.system).received()
+    return queue
 
 
 def _await(source: Endpoint, patience_s: float, stop: Callable[[], bool]) -> bool:

@@ -74,6 +74,11 @@ _STARTS = ("SELECT", "WITH", "FROM", "VALUES", "TABLE")
 _CLAUSES = ("FROM", "WHERE", "GROUP", "ORDER", "HAVING", "LIMIT", "JOIN", "UNION")
 _NAMES = frozenset(("source", "value", "key", "topic"))
 """Keywords that are names in a query over a source."""
+_TYPE_NAMES = (
+    *("BOOLEAN", "TINYINT", "SMALLINT", "INT", "INTEGER", "BIGINT", "LONG", "FLOAT", "DOUBLE", "DECIMAL", "STRING"),
+    *("VARCHAR", "BINARY", "DATE", "TIMESTAMP", "TIMESTAMP_NTZ", "INTERVAL", "ARRAY", "MAP", "STRUCT", "VARIANT"),
+)
+"""The usual ones, for suggestions."""
 _UNITS_TEXT = """
 year years yearofweek yr quarter qtr month mon week weeks day days d dayofweek dow doy hour hours h minute min m
 second seconds sec s millisecond ms microsecond us nanosecond epoch
@@ -110,12 +115,14 @@ class SqlFacts:
         doubt: what only Spark can tell; empty: nothing. The rest is then a guess.
         columns: of its rows; a type may be `UNKNOWN`. None: unknown.
         aggregates: it aggregates a source over all of its records.
+        sorts: its rows are sorted.
     """
 
     error: UsageError | None = None
     doubt: str = ""
     columns: pa.Schema | None = None
     aggregates: bool = False
+    sorts: bool = False
 
 
 def is_readable() -> bool:
@@ -195,7 +202,10 @@ class _Query:
         doubts = [p for p in problems if isinstance(p, str)] + [odd for odd in (_odd(words),) if odd]
         if doubts:  # what made them may explain the error, too
             return SqlFacts(doubt=doubts[0])
-        return SqlFacts(error, columns=self._result(tree, names), aggregates=self._aggregates(tree))
+        if error is None and not names.opaque and tree.find(exp.Table) is None:
+            error = self._wrong("SQL_INVALID.NO_SOURCE", "", 0)
+        sorts = tree.args.get("order") is not None
+        return SqlFacts(error, columns=self._result(tree, names), aggregates=self._aggregates(tree), sorts=sorts)
 
     def _wrong(self, condition: str, name: str, start: int, near: Collection[str] = (), hint: str = "") -> UsageError:
         line, at = self._sql.count("\n", 0, start) + 1, start - self._sql.rfind("\n", 0, start)
@@ -240,6 +250,27 @@ class _Query:
             if two.is_plain and outer:
                 hint = did_you_mean(two.text, _CLAUSES)
                 return self._wrong("SQL_INVALID.WORDS", f"{one.text} {two.text} {three.text}", one.start, hint=hint)
+        return self._comma(words) or self._unknown_type(words)
+
+    def _comma(self, words: list[_Word]) -> UsageError | None:
+        """A comma that nothing follows. Older Sparks take FROM for a column then, of a query that reads nothing."""
+        named = any(one.lower == "as" and two.lower == "from" for one, two in pairwise(words))
+        for one, two, three in zip(words, words[1:], words[2:], strict=False):
+            ends = two.lower == "from" and not two.quoted and not named and three.lower in self._sources
+            if one.text == "," and (ends or two.text == ")"):
+                return self._wrong("SQL_INVALID.COMMA", two.text, one.start)
+        return None
+
+    def _unknown_type(self, words: list[_Word]) -> UsageError | None:
+        """Of a cast: all types are keywords."""
+        inside: list[str] = []
+        for before, word, after in zip([None, *words], words, words[1:], strict=False):
+            if word.text == "(":
+                inside.append("" if before is None else before.lower)
+            elif word.text == ")":
+                inside.pop()
+            elif word.lower == "as" and after.is_plain and inside and inside[-1] in ("cast", "try_cast"):
+                return self._wrong("SQL_INVALID.TYPE", after.text, after.start, _TYPE_NAMES)
         return None
 
     def _unknown_function(self, words: list[_Word], names: _Names) -> UsageError | None:
