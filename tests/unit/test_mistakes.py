@@ -18,9 +18,12 @@ from typer.testing import CliRunner
 
 import delivered
 from delivered.cli.main import app
+from delivered.clients.kafka.channel import Channel, Security
 from delivered.connectors.log.produce import append
 from delivered.model.capability import Guarantee
 from delivered.model.work import Owner
+from delivered.pipeline.endpoint import Endpoint
+from delivered.planner import Refusal
 
 FILE = """\
 pipeline: orders
@@ -144,6 +147,53 @@ def test_another_server_on_the_port_is_none_that_refuses_the_login(system: str) 
         server.shutdown()
     assert finding.code.endswith("_UNREACHABLE"), finding
     assert "port" in str(finding.next_step)
+
+
+class _Closing(socketserver.BaseRequestHandler):
+    calls = 0
+
+    def handle(self) -> None:
+        _Closing.calls += 1
+
+
+def planned(folder: Path, source: Endpoint) -> Refusal:
+    answer = delivered.Pipeline(
+        name="orders",
+        guarantee="exactly_once",
+        checkpoint=folder / "checkpoint",
+        source=source,
+        sinks=[delivered.sqlite(folder / "out.db", table="orders")],
+    ).plan()
+    assert isinstance(answer, Refusal)
+    return answer
+
+
+def test_a_plan_asks_brokers_that_are_away_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run` is the one that waits."""
+    tries: list[int] = []
+
+    class Counted(Channel):
+        def __init__(self, host: str, port: int, security: Security, timeout_s: float) -> None:
+            tries.append(port)
+            super().__init__(host, port, security, timeout_s)
+
+    monkeypatch.setattr("delivered.clients.kafka.protocol.Channel", Counted)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # not listening
+        port = closed.getsockname()[1]
+        refusal = planned(tmp_path, delivered.kafka(f"127.0.0.1:{port}", subscribe="orders"))
+    assert (refusal.code, tries) == ("KAFKA_UNREACHABLE", [port])
+
+
+def test_a_plan_asks_a_database_that_is_away_once(tmp_path: Path) -> None:
+    _Closing.calls = 0
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Closing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"postgresql://me@127.0.0.1:{server.server_address[1]}/shop"
+        refusal = planned(tmp_path, delivered.endpoint("outbox", url=url, table="outbox"))
+        server.shutdown()
+    assert refusal.code == "OUTBOX_UNREACHABLE"
+    assert _Closing.calls <= 2, "with TLS, and without"
 
 
 def test_a_renamed_pipeline_is_told_its_name(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ _watcher: tuple[int, threading.Thread] | None = None
 _in_query = 0
 _deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
 """In time.monotonic(); nested waits end with the outer one."""
+_once: ContextVar[bool] = ContextVar("once", default=False)
 
 
 def in_query() -> None:
@@ -95,8 +96,10 @@ def serving_query() -> Iterator[None]:
 
 
 def patience_s(answered: bool) -> float:
-    """How long to wait for a server; longer if it has answered before."""
-    return OUTAGE_PATIENCE_S if answered or _in_query else CONNECT_TIMEOUT_S
+    """How long to wait for a server; longer if it has answered before. 0: ask once."""
+    if answered or _in_query:
+        return OUTAGE_PATIENCE_S
+    return 0.0 if _once.get() else CONNECT_TIMEOUT_S
 
 
 def query_patience_s() -> float:
@@ -112,6 +115,16 @@ def within(seconds: float) -> Iterator[None]:
         yield
     finally:
         _deadline.reset(token)
+
+
+@contextmanager
+def asking_once() -> Iterator[None]:
+    """Inside, a server that cannot be connected to is not asked again: the caller reports it, or asks again itself."""
+    token = _once.set(True)
+    try:
+        yield
+    finally:
+        _once.reset(token)
 
 
 def left_s(longest_s: float) -> float:
@@ -344,7 +357,8 @@ def patiently(
         if warned and stop():
             raise StoppedWaiting
         try:
-            answer = ask()
+            with asking_once():
+                answer = ask()
             error = away(answer)
             if error is not None:
                 raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from delivered.engine.sinks import Member, Sinks
 from delivered.model.capability import SourceCapability, WriteMode
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, UsageError, missing_extra
 from delivered.model.identity import SOURCE, Scope
+from delivered.model.patience import asking_once
 from delivered.model.work import CheckpointView, LedgerState
 from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.columns import checked_columns
@@ -102,13 +104,18 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
     """Everything about a pipeline, for `make_plan`.
 
     Args:
-        session: None: there is none yet.
+        session: None: there is none yet; servers are then asked once.
         offline: contact no server and no checkpoint; the plan then rests on the definition alone.
 
     Raises:
         UsageError: bad options.
         Unreachable: the checkpoint or the ledger cannot be read.
     """
+    with asking_once() if session is None else contextlib.nullcontext():
+        return _gather(pipeline, session, offline, takeover)
+
+
+def _gather(pipeline: Definition, session: SessionFacts | None, offline: bool, takeover: bool) -> Request:
     sources = tuple(_source(n, e, offline) for n, e in pipeline.sources.items())
     made = [(e, e.sink()) for e in pipeline.all_sinks]
     readable = not any(f.refuses for s in sources for f in s.findings)

@@ -34,7 +34,7 @@ from delivered.clients.kafka.errors import (
 )
 from delivered.clients.kafka.settings import PORT, mechanism_of, protocol_of
 from delivered.model.errors import InvariantBroken, Unreachable
-from delivered.model.limits import CONNECT_TIMEOUT_S, KAFKA_RESPONSE_BYTES_MAX
+from delivered.model.limits import KAFKA_RESPONSE_BYTES_MAX
 from delivered.model.options import parse_addresses
 
 if TYPE_CHECKING:
@@ -536,7 +536,7 @@ def unreachable(servers: str, error: NoAnswer) -> Unreachable:
     if _listens(servers):
         code = "KAFKA_CREDENTIALS.CLOSED" if isinstance(error, Closed | Rejected) else "KAFKA_NO_ANSWER.SILENT"
         return Unreachable(code, servers=servers, error=error)
-    return Unreachable("KAFKA_UNREACHABLE.CONNECT", servers=servers, connect_timeout_s=CONNECT_TIMEOUT_S, error=error)
+    return Unreachable("KAFKA_UNREACHABLE.CONNECT", servers=servers, error=error)
 
 
 def _listens(servers: str) -> bool:

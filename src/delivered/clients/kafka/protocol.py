@@ -112,8 +112,8 @@ class Wire:
 
         Raises:
             NotSent: no connection to the node now.
-            Unreachable: no broker answered within 10 s (120 s inside a running query), or they rejected the
-                credentials.
+            Unreachable: no broker answered, within 10 s (120 s inside a running query; `asking_once`: at the first
+                try), or they rejected the credentials.
         """
         if self._pid != os.getpid():
             self._pid, self._channels, self._lock = os.getpid(), {}, threading.RLock()
@@ -142,7 +142,10 @@ class Wire:
             self._bootstrap()
             return
         try:
-            wait_out(server_name(self._servers), self._bootstrap, _away, patience_s(answered=False))
+            if longest_s := patience_s(answered=False):
+                wait_out(server_name(self._servers), self._bootstrap, _away, longest_s)
+            else:
+                self._bootstrap()
         except NoAnswer as error:
             raise unreachable(self._servers, error) from None
         self._answered = True
