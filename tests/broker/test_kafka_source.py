@@ -23,7 +23,7 @@ from tests.support.sweeps import KAFKA_CLIENTS
 from delivered.checkpoint.sidecar import METADATA_FILE, stream_driver
 from delivered.connectors.kafka import reader
 from delivered.contract.source import Slice, Source
-from delivered.model.errors import InvariantBroken, UsageError
+from delivered.model.errors import BadRecord, InvariantBroken, UsageError
 
 
 @pytest.fixture(params=KAFKA_CLIENTS, autouse=True)
@@ -58,14 +58,24 @@ def test_columns_are_those_of_sparks_own_source(kafka: Any) -> None:
     assert row["timestamp"].timestamp() * 1000 >= now
 
 
-def test_a_time_beyond_what_spark_can_hold_saturates(kafka: Any) -> None:
+def test_a_time_beyond_what_spark_can_hold_is_refused(kafka: Any) -> None:
     """A producer wrote nanoseconds: int64 microseconds would wrap around to the year -99483."""
     topic = kafka.topic(1, message_timestamp_after_max_ms=2**63 - 1, message_timestamp_before_max_ms=2**63 - 1)
     last = (2**63 - 1) // 1000
     stamps = [1_712_345_678_123_456_789, last + 1, last, 1_712_345_678_123]
-    produce(kafka, topic, [{"value": b"v", "timestamp": t} for t in stamps])
-    got = read_all(source(kafka, subscribe=topic)).column("timestamp").cast(pa.int64()).to_pylist()
-    assert got == [2**63 - 1, 2**63 - 1, last * 1000, 1_712_345_678_123_000]
+    produce(kafka, topic, [{"key": b"k", "value": b"v", "timestamp": t} for t in stamps])
+    src = source(kafka, subscribe=topic)
+    with pytest.raises(BadRecord, match=rf"TIMESTAMP_OUT_OF_RANGE.*{topic}-0 at offset 0 "):
+        read_all(src)
+    with closing(src.driver()) as driver:
+        (piece,) = driver.slices(*driver.batch())
+    found = list(src.read_rows(piece))
+    times = pa.concat_arrays([rows.good.column("timestamp") for rows in found]).cast(pa.int64()).to_pylist()
+    assert times == [last * 1000, 1_712_345_678_123_000]
+    letters = [letter for rows in found for letter in rows.rejected]
+    assert [(x.topic, x.partition, x.offset, x.record["key"]) for x in letters] == [(topic, 0, n, b"k") for n in (0, 1)]
+    written = src.decoded(pa.RecordBatch.from_pylist([dict(x.record) for x in letters], schema=src.raw_schema()))
+    assert (written.good.num_rows, written.rejected) == (2, []), "they can be written again, without a time"
 
 
 def test_null_empty_tombstone_and_headers_with_null(kafka: Any) -> None:

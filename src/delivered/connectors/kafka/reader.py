@@ -37,11 +37,11 @@ from delivered.connectors.kafka.options import (
 )
 from delivered.contract.source import Offsets, Resumption
 from delivered.kits.warm import WarmClients
-from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, RESTART_CONFIRM_S, SOURCE_PATIENCE_S
 from delivered.model.patience import within
 from delivered.model.rows import Origin, Rejection, Rows
-from delivered.source import Range, columns
+from delivered.source import US_MAX, US_MIN, Range, columns
 
 # The driver's requests of the Kafka source: partitions, offsets, and offsets of a consumer group.
 
@@ -339,15 +339,10 @@ def raw_schema(headers: bool) -> pa.Schema:
 
 
 def read_rows(options: SourceOptions, wanted: Range[Partition]) -> Iterator[Rows]:
-    """As `read_range`; a record batch above `maxRecordBatchBytes` is rejected."""
-    topic, partition = wanted.key
+    """As `read_range`; a record batch above `maxRecordBatchBytes`, and a record with a time that Spark cannot hold, is
+    rejected."""
     found: list[Rejection] = []
-
-    def keep(error: BatchTooLarge, offset: int) -> None:
-        record = {"value": error.batch, _RECORDS.name: error.next_offset - offset}
-        found.append(Rejection(Origin.SOURCE, error.message, record, topic, partition, offset))
-
-    for batch in read_range(options, wanted, keep):
+    for batch in read_range(options, wanted, found.append):
         rejected, found = found, []
         yield Rows(batch, rejected)
     if found:
@@ -370,8 +365,8 @@ def decoded(raw: pa.RecordBatch) -> Rows:
 
 log = logging.getLogger("delivered.kafka")
 
-Rejected = Callable[[BatchTooLarge, int], None]
-"""Called for a record batch that is left out, with the first offset of it that would have been read."""
+Rejected = Callable[[Rejection], None]
+"""Called for what is not among the records, after those before it were taken."""
 
 _POLL_S = 0.5
 _STALL_LOOK_S = 5.0
@@ -433,11 +428,11 @@ def read_range(
     Memory is bounded by the consumer's queue and one batch. An empty range sends no request.
 
     Args:
-        rejected: called for a record batch above `maxRecordBatchBytes`, after the records before it were taken; None:
-            it is an error.
+        rejected: called for a record batch above `maxRecordBatchBytes`, and for a record with a time that Spark cannot
+            hold; None: they are errors.
 
     Raises:
-        BatchTooLarge
+        BatchTooLarge, BadRecord
         InvariantBroken: records of the range no longer exist, and `failOnDataLoss` is true.
         Unreachable: the brokers did not answer for two minutes, or rejected the connection.
         UsageError: reading is not permitted.
@@ -458,7 +453,7 @@ def written_at(options: SourceOptions, waiting: Mapping[Partition, tuple[int, in
     found: dict[Partition, int] = {}
     with closing(_consumer(small)) as consumer:
         for partition, (start, end) in waiting.items():
-            reading = _Reading(small, Range(partition, start, end), consumer, lambda *_: None)
+            reading = _Reading(small, Range(partition, start, end), consumer, lambda _: None)
             first = next(reading.batches(), None)
             if first is not None:
                 found[partition] = first.column("timestamp")[0].value // 1000
@@ -493,7 +488,7 @@ class _Reading:
             # Count only the time spent waiting for the broker, not the task's own.
             self._waited_s += time.monotonic() - asked
             if fetched.batch is not None:
-                yield fetched.batch
+                yield self._in_time(fetched.batch)
             if fetched.position > self._position:
                 self._position = fetched.position
                 self._waited_s, self._look_at_s = 0.0, _STALL_LOOK_S
@@ -507,11 +502,27 @@ class _Reading:
     def _pass_over(self, error: BatchTooLarge) -> None:
         if self._rejected is None:
             raise error
-        self._rejected(error, max(error.offset, self._wanted.start))
+        offset = max(error.offset, self._wanted.start)
+        record = {"value": error.batch, _RECORDS.name: error.next_offset - offset}
+        self._rejected(Rejection(Origin.SOURCE, error.message, record, *self._wanted.key, offset))
         self._position = min(error.next_offset, self._wanted.end)
         self._waited_s = 0.0
         if self._position < self._wanted.end:
             self._consumer.assign(self._wanted.key, self._position)
+
+    def _in_time(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The records whose time is one: of nanoseconds, say, where Kafka means milliseconds, there is only the bound
+        left (`delivered.source.micros`)."""
+        times = batch.column("timestamp").view(pa.int64())
+        if not {US_MIN, US_MAX} & set(pc.min_max(times).as_py().values()):
+            return batch
+        wild = pc.or_(pc.equal(times, US_MIN), pc.equal(times, US_MAX))
+        for record in batch.drop_columns(["timestamp"]).filter(wild).to_pylist():
+            error = BadRecord("TIMESTAMP_OUT_OF_RANGE", where=self._where, offset=record["offset"])
+            if self._rejected is None:
+                raise error
+            self._rejected(Rejection(Origin.SOURCE, error.message, record, *self._wanted.key, record["offset"]))
+        return batch.filter(pc.invert(wild))
 
     def _confirm(self, fetched: Fetched) -> None:
         """The log seems to end before the range does: ask until that is certain."""
