@@ -6,6 +6,7 @@ A scenario covers many rows with few queries. It knows neither the expected outc
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,10 @@ def batch_offsets(w: World) -> Facts:
     facts["the same DataFrame twice in a query"] = told(
         r[0] for r in frame.union(frame).select("value").where("value < '03'").collect()
     )
+    rdd = frame.select("value").rdd
+    rdd.count()
     w.send(topic, {2: range(201, 205)})
+    facts["an RDD of it read again sees later records"] = told(r[0] for r in rdd.collect())
     facts["a DataFrame read again sees later records"] = told(r[0] for r in frame.select("value").collect())
     return facts
 
@@ -554,12 +558,59 @@ def stream_patterns(w: World) -> Facts:
     loose.stop()
     logs = sorted((Path(checkpoint) / "offsets").glob("[0-9]*"), key=lambda p: int(p.name))
     facts["no empty offsets are logged"] = all("\n{}" not in p.read_text() for p in logs)
+    again = w.checkpoint()
+    strict = {"startingOffsets": "earliest", "subscribePattern": f"{prefix}-[de]"}
+    w.topic(2, name=f"{prefix}-d")
+    w.topic(2, name=f"{prefix}-e")
+    w.run(again, **strict)
+    w.delete(f"{prefix}-e")
+    w.topic(1, name=f"{prefix}-e")
+    facts["a topic recreated during a stop, shorter"] = attempt(
+        lambda: told(v for b in w.run(again, **strict) for v in b)
+    )
     inside = w.topic(2, name=f"x{prefix}-y")
     both = Query(w, w.stream(startingOffsets="earliest", subscribePattern=f"{prefix}-y"), w.checkpoint())
     facts["a pattern found in a part of the name"] = both.catch_up()
     both.stop()
     w.delete(inside)
     return facts
+
+
+def stream_churn(w: World) -> Facts:
+    """Topics are created, deleted, recreated and written to as fast as the broker can, while a query reads them."""
+    prefix, chance = w.name(), random.Random(7)
+    options = {
+        "subscribePattern": f"{prefix}-.*", "startingOffsets": "earliest", "failOnDataLoss": "false",
+        "kafka__metadata__max__age__ms": "1", "kafka__request__timeout__ms": "3000",
+        "fetchOffset__numRetries": "10", "fetchOffset__retryIntervalMs": "500",
+    }  # fmt: skip
+    query = Query(w, w.stream(**options), w.checkpoint())
+    there: list[str] = []
+    deleted: list[str] = []
+    made = 0
+    for _ in range(CHURN_STEPS):
+        step = chance.randrange(10)
+        if step == 0 or not there:
+            there.append(w.create(f"{prefix}-{made}"))
+            made += 1
+        elif step == 1:
+            deleted.append(there.pop(chance.randrange(len(there))))
+            w.delete(deleted[-1])
+        elif step == 2 and deleted:
+            there.append(w.create(deleted.pop(chance.randrange(len(deleted)))))
+        else:
+            for topic in there:
+                w.send(topic, {0: range(chance.randrange(10))})
+        if (failed := query.query.exception()) is not None:
+            return {"topics created, deleted and recreated all the time": str(failed)[:300]}
+    w.send(w.create(f"{prefix}-last"), {0: [7777]})
+    w.until(lambda: "7777" in query.catch_up())
+    query.stop()
+    return {"topics created, deleted and recreated all the time": True}
+
+
+CHURN_STEPS = 150
+"""Some ten of each kind; Spark's own test goes on for 20 s."""
 
 
 def stream_checkpoints(w: World) -> Facts:
@@ -586,6 +637,23 @@ def stream_checkpoints(w: World) -> Facts:
     (file.parent / ".0.crc").unlink(missing_ok=True)
     facts["offsets that Spark's connector logged are read"] = attempt(
         lambda: told(v for b in w.run(logged_2_1, subscribe=old, startingOffsets="earliest") for v in b)
+    )
+    for name, written in (
+        ("first offsets that Spark 2.1.0 wrote", f"\x19{json.dumps({old: {'0': 3}})}"),
+        ("first offsets that a newer Spark wrote", f"\0v99999\n{json.dumps({old: {'0': 3}})}"),
+    ):
+        stored = w.checkpoint()
+        place = Path(stored) / "sources" / "0" / "0"
+        place.parent.mkdir(parents=True)
+        place.write_text(written)
+        facts[f"{name}, checkpointLocation on the source"] = attempt(
+            lambda at=stored: told(
+                v for b in w.run(at, subscribe=old, startingOffsets="earliest", checkpointLocation=at) for v in b
+            )
+        )
+    sparks_own = Path(checkpoint) / "sources" / "0" / "0"
+    facts["first offsets are in sources/0/0, after a zero byte"] = (
+        sparks_own.exists() and sparks_own.read_bytes()[0] == 0
     )
     changed = w.checkpoint()
     w.run(changed, **options)
@@ -664,6 +732,14 @@ def stream_shapes(w: World) -> Facts:
     said = join.catch_up()
     rows = sum(json.loads(p.json)["numInputRows"] for p in join.query.recentProgress)
     join.stop()
+    w.spark.conf.set("spark.sql.exchange.reuse", "false")
+    try:
+        twice = Query(w, pairs, w.checkpoint())
+        twice.catch_up()
+        twice.stop()
+    finally:
+        w.spark.conf.unset("spark.sql.exchange.reuse")
+    scanned = sum(json.loads(p.json)["numInputRows"] for p in twice.query.recentProgress)
     offsets_logged = (Path(checkpoint) / "offsets" / "0").read_text().splitlines()
     wide = w.topic(10, 10, 1)
     tasks: list[int] = []
@@ -678,6 +754,7 @@ def stream_shapes(w: World) -> Facts:
         "self-join": said,
         "self-join logs one offset": len(offsets_logged) - 2,
         "rows read by a self-join": rows,
+        "rows read by a self-join without exchange reuse": scanned,
         "minPartitions": max(tasks) >= 6,
     }
 
@@ -704,11 +781,27 @@ def stream_during(w: World) -> Facts:
     attempt(query.catch_up)
     ended = query.query.exception() is None
     query.stop()
+    groups = {}
+    w.spark.conf.set("spark.sql.streaming.kafka.useDeprecatedOffsetFetching", "true")
+    try:
+        for option in ("kafka__group__id", "groupIdPrefix"):
+            name = f"{w.name()}-group"
+            reading = Query(
+                w, w.stream(subscribe=w.topic(2), startingOffsets="earliest", **{option: name}), w.checkpoint()
+            )
+            reading.catch_up()
+            found = [g.group_id for g in w.kafka.admin().list_consumer_groups().result(30).valid]
+            groups[option] = any(g.startswith(name) for g in found)
+            reading.stop()
+    finally:
+        w.spark.conf.unset("spark.sql.streaming.kafka.useDeprecatedOffsetFetching")
     stops = Query(w, w.stream(subscribe=w.topic(2), startingOffsets="earliest"), w.checkpoint())
     stops.catch_up()
     stops.stop()
     return {
         "a topic deleted in a batch, failOnDataLoss=false": ended,
+        "a consumer group named by kafka.group.id, with deprecated offset fetching": groups["kafka__group__id"],
+        "a consumer group named by groupIdPrefix, with deprecated offset fetching": groups["groupIdPrefix"],
         "a query stops on request": not stops.query.isActive and stops.query.exception() is None,
     }
 
@@ -1005,4 +1098,12 @@ def options_start(w: World) -> Facts:
         "endingOffsets of a stream": run(endingOffsets="latest"),
         "endingOffsetsByTimestamp of a stream": run(endingOffsetsByTimestamp='{"t":{"0":1000}}'),
         "endingTimestamp of a stream": run(endingTimestamp="1000"),
+        "the format by the name of its class": attempt(
+            lambda: (
+                w.spark.readStream.format(w.connector.class_name)
+                .options(**{"kafka.bootstrap.servers": w.kafka.bootstrap, "subscribe": "t"})
+                .load()
+                and "accepted"
+            )
+        ),
     }

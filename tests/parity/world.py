@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka import IsolationLevel, Producer, TopicPartition
-from confluent_kafka.admin import NewPartitions, OffsetSpec
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import NewPartitions, NewTopic, OffsetSpec
 from tests.kafka_tools import read_committed
 
 from delivered.spark.session import make_active
@@ -37,6 +37,11 @@ class Connector:
     @property
     def ours(self) -> bool:
         return self.format != "kafka"
+
+    @property
+    def class_name(self) -> str:
+        module = "delivered.spark.formats.DeliveredDataSource"
+        return module if self.ours else "org.apache.spark.sql.kafka010.KafkaSourceProvider"
 
 
 # How long its consumer waits for deleted records: 120 s by default.
@@ -136,6 +141,21 @@ class World:
     def add_partitions(self, topic: str, count: int) -> None:
         self.kafka.admin().create_partitions([NewPartitions(topic, count)])[topic].result(30)
         self.until(lambda: len(self._producer.list_topics(topic, 10).topics[topic].partitions) == count)
+
+    def create(self, topic: str) -> str:
+        """With one partition; waits until the broker has forgotten a deleted one of that name."""
+
+        def made() -> bool:
+            try:
+                self.kafka.admin().create_topics([NewTopic(topic, 1, 1)])[topic].result(30)
+            except KafkaException as error:
+                assert error.args[0].code() == KafkaError.TOPIC_ALREADY_EXISTS, error
+                return False
+            return True
+
+        self.until(made)
+        self.until(lambda: topic in self._producer.list_topics(topic, 10).topics)
+        return topic
 
     def delete(self, topic: str) -> None:
         self.kafka.admin().delete_topics([topic])[topic].result(30)

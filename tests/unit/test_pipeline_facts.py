@@ -21,7 +21,7 @@ from delivered.checkpoint import sidecar
 from delivered.connectors.log.produce import append
 from delivered.engine.owner import living
 from delivered.model.capability import Guarantee
-from delivered.model.errors import InvariantBroken, OutcomeUnknown
+from delivered.model.errors import InvariantBroken, OutcomeUnknown, Refused
 from delivered.model.translate import translated
 from delivered.model.work import Owner
 from delivered.pipeline.facts import for_start
@@ -189,8 +189,13 @@ def test_first_offsets_of_sparks_own_source_are_known(tmp_path: Path) -> None:
     file.parent.mkdir(parents=True)
     file.write_bytes(b'\0v1\n{"orders":{"0":12}}')
     assert sidecar.kept_first(str(tmp_path / "c")) == {"orders": {"0": 12}}
+    file.write_bytes(b'\x19{"orders":{"0":12,"1":3}}')
+    assert sidecar.kept_first(str(tmp_path / "c")) == {"orders": {"0": 12, "1": 3}}, "as Spark 2.1.0 wrote them"
     file.write_bytes(b"of another source")
     assert sidecar.kept_first(str(tmp_path / "c")) is None
+    file.write_bytes(b'\0v99999\n{"orders":{"0":12}}')
+    with pytest.raises(Refused, match=r"SOURCE_OFFSETS_NEWER.*v99999.*here v1 is read"):
+        sidecar.kept_first(str(tmp_path / "c"))
 
 
 def test_a_checkpoint_with_batches_is_given_no_start(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 FIRST_FILE = "delivered/source-offsets.json"
 
 _SPARKS_OWN = "sources/0/0"
-"""First offsets of Spark's own Kafka source: a zero byte, a version line, the offsets as JSON."""
+"""First offsets of Spark's own Kafka source: a byte, a version line (not by Spark 2.1.0), the offsets as JSON."""
+_SPARKS_VERSION = 1
 
 
 def kept_first(location: str, source: str = SOURCE) -> Offsets | None:
@@ -41,6 +43,7 @@ def kept_first(location: str, source: str = SOURCE) -> Offsets | None:
 
     Raises:
         InvariantBroken: the file is damaged.
+        Refused: a newer Spark wrote it.
         Unreachable: the checkpoint cannot be read.
     """
     file = folder.sidecar(FIRST_FILE, source)
@@ -56,12 +59,15 @@ def is_ours(location: str) -> bool:
 
 
 def _first_by_spark(location: str) -> Offsets | None:
-    text = folder.read(location, _SPARKS_OWN)
-    if text is None:
-        return None
+    """Raises Refused: in a form that is not known yet."""
+    content = (folder.read(location, _SPARKS_OWN) or b"")[1:]
+    versioned = re.match(rb"v(\d+)\n", content)
+    if versioned is not None and int(versioned[1]) > _SPARKS_VERSION:
+        file, version = f"{location}/{_SPARKS_OWN}", int(versioned[1])
+        raise Refused("SOURCE_OFFSETS_NEWER", file=file, version=version, known=_SPARKS_VERSION)
     try:
-        found = json.loads(text.lstrip(b"\0").split(b"\n", 1)[1])
-    except (ValueError, IndexError):
+        found = json.loads(content[versioned.end() if versioned else 0 :])
+    except ValueError:
         return None  # another source's, in its own format
     return found if isinstance(found, dict) else None
 

@@ -454,7 +454,7 @@ def written_at(options: SourceOptions, waiting: Mapping[Partition, tuple[int, in
     with closing(_consumer(small)) as consumer:
         for partition, (start, end) in waiting.items():
             reading = _Reading(small, Range(partition, start, end), consumer, lambda _: None)
-            first = next(reading.batches(), None)
+            first = next((batch for batch in reading.batches() if batch.num_rows), None)
             if first is not None:
                 found[partition] = first.column("timestamp")[0].value // 1000
     return found
