@@ -228,7 +228,8 @@ class OptionTable:
     def _unknown(self, key: str) -> UsageError:
         names = [o.name for o in self.options]
         near = difflib.get_close_matches(key.lower(), [n.lower() for n in names], n=1, cutoff=0.6)
-        suggestion = next((n for n in names if near and n.lower() == near[0]), None)
+        within = [n for n in names if key.lower().endswith(n.lower())]  # another system's word: serviceUrl
+        suggestion = next((n for n in names if near and n.lower() == near[0]), max(within, key=len, default=None))
         known = ", ".join(sorted(names)) + "".join(f", {p}*" for p in self.passthrough)
         return UsageError(
             "OPTION_UNKNOWN.NEAR" if suggestion else "OPTION_UNKNOWN.OTHER",
