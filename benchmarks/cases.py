@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SPARK_KAFKA_JARS = (
-    ("org.apache.spark", "spark-sql-kafka-0-10_2.13", "4.2.0"),
-    ("org.apache.spark", "spark-token-provider-kafka-0-10_2.13", "4.0.0"),
-    ("org.apache.kafka", "kafka-clients", "3.9.1"),
-    ("org.apache.commons", "commons-pool2", "2.12.0"),
-)
-"""Spark's own Kafka connector: Maven's group, artifact, version. The rest of what it needs ships with Spark 4.3."""
+def _connector(scala: str, spark: str, tokens: str, kafka: str, pool: str) -> tuple[tuple[str, str, str], ...]:
+    """Spark's own Kafka connector: Maven's group, artifact, version. The rest of what it needs ships with Spark."""
+    return (
+        ("org.apache.spark", f"spark-sql-kafka-0-10_{scala}", spark),
+        ("org.apache.spark", f"spark-token-provider-kafka-0-10_{scala}", tokens),
+        ("org.apache.kafka", "kafka-clients", kafka),
+        ("org.apache.commons", "commons-pool2", pool),
+    )
 
-SPARK_35_KAFKA_JARS = (
-    ("org.apache.spark", "spark-sql-kafka-0-10_2.12", "3.5.7"),
-    ("org.apache.spark", "spark-token-provider-kafka-0-10_2.12", "3.5.7"),
-    ("org.apache.kafka", "kafka-clients", "3.4.1"),
-    ("org.apache.commons", "commons-pool2", "2.11.1"),
-)
-"""The same for Spark 3.5."""
+
+SPARK_KAFKA_JARS = _connector("2.13", "4.2.0", "4.0.0", "3.9.1", "2.12.0")
+"""For Spark 4.2 and later."""
+EARLIER_KAFKA_JARS = {
+    "3.5": _connector("2.12", "3.5.7", "3.5.7", "3.4.1", "2.11.1"),
+    "4.0": _connector("2.13", "4.0.1", "4.0.0", "3.9.1", "2.12.0"),
+    "4.1": _connector("2.13", "4.1.1", "4.1.1", "3.9.1", "2.12.0"),
+}
+"""By version of Spark, which the connector must match."""
 
 
 @dataclass(frozen=True)

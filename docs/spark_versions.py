@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,55 @@ def table() -> str:
     versions = sorted(found, key=lambda v: tuple(map(int, v.split("."))))
     groups = list(SLICE)
     lines = [f"| tests of | {' | '.join(f'Spark {v}' for v in versions)} |", "|---|" + "---|" * len(versions)]
-    lines += [f"| {g} | {' | '.join(_cell(found[v]['groups'].get(g)) for v in versions)} |" for g in groups]
+    lines += [f"| {g} | {' | '.join(_cell(found[v], g) for v in versions)} |" for g in groups]
     runs = "; ".join(
         f"{v}: commit {found[v]['commit']}, {found[v]['date']}, Python {found[v]['python']}" for v in versions
     )
-    return "\n".join([*lines, "", f"{runs}. Run it again: `make spark-versions`."])
+    lines += ["", f"{runs}. Run it again: `make spark-versions`."]
+    return "\n".join([*lines, *_kills({v: found[v]["kills"] for v in versions if "kills" in found[v]})])
 
 
-def _cell(run: dict[str, Any] | None) -> str:
+def _cell(version: dict[str, Any], group: str) -> str:
+    run = version["groups"].get(group)
     if run is None:
         return "not run"
     text = f"{run['passed']} passed"
     if run["skipped"]:
         text += f", {run['skipped']} do not apply"
-    return text + (f", **{run['failed']} failed**: {', '.join(run['names'])}" if run["failed"] else "")
+    if run["failed"]:
+        text += f", **{run['failed']} failed**: {', '.join(run['names'])}"
+    commit = run.get("commit", version["commit"])
+    return text + (f" (commit {commit})" if commit != version["commit"] else "")
+
+
+def _kills(found: dict[str, Any]) -> list[str]:
+    """What random kills over `foreachBatch` did: of each version, one run for each seed."""
+    if not found:
+        return []
+    kinds = ("everything", "process", "kernel", "tasks")
+    lines = ["", f"| Spark | kills | {' | '.join(kinds)} | records | lost, doubled in SQLite | in Kafka |"]
+    lines.append("|---|" + "---|" * (len(kinds) + 4))
+    for version, by_seed in found.items():
+        runs = list(by_seed.values())
+        killed = Counter[str]()
+        for run in runs:
+            for where, times in run["where"].items():
+                killed[where.partition(",")[0]] += times
+        counts = [sum(run[name] for run in runs) for name in ("kills", "rows")]
+        damage = [_sum([run["damage"].get(sink) for run in runs]) for sink in ("sqlite", "kafka")]
+        lines.append(_row(version, counts[0], *(killed[kind] for kind in kinds), f"{counts[1]:,}", *damage))
+    ran = [f"{v}: commit {r['commit']}, {r['date']}, seed {seed}" for v, of in found.items() for seed, r in of.items()]
+    return [*lines, "", f"{'; '.join(ran)}."]
+
+
+def _sum(pairs: list[list[int] | None]) -> str:
+    """Lost and doubled records of some runs; None: one that did not end."""
+    known = [pair for pair in pairs if pair is not None]
+    return ", ".join(str(sum(n)) for n in zip(*known, strict=True)) if len(known) == len(pairs) else "not known"
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def into(page: str) -> str:

@@ -2,6 +2,8 @@
 docs/spark-versions.json, which docs/spark-versions.md shows.
 
 The environments have the locked packages, but for pyspark. They stay in build/spark, for the next run.
+
+    python -m tools.spark_versions --kills 300 --versions 3.5.9 4.3.0      tests/spark/portable_kills.py; an hour
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import json
 import platform
 import subprocess
 import sys
+import time
 import venv
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 VERSIONS = ("3.5.9", "4.0.5", "4.1.4", "4.2.1", "4.3.0")
 STORE = Path("docs/spark-versions.json")
@@ -43,6 +47,8 @@ SLICE: dict[str, tuple[str, ...]] = {
 """What is tested: files of tests/spark, and tests in them."""
 WITHOUT_DATA_SOURCES = ("Spark's own sources",)
 """What is tested on Spark 3.5."""
+TURN = 20
+"""Kills before what arrived is counted."""
 
 
 def environment(version: str) -> Path:
@@ -80,6 +86,54 @@ def run(python: Path, groups: Sequence[str], report: Path) -> dict[str, dict[str
     return {g: {**{k: len(v) for k, v in of.items()}, "names": of["failed"]} for g, of in outcomes.items()}
 
 
+def kill(versions: Sequence[str], count: int, seconds: float, seed: int) -> int:
+    """Kill the job of tests/spark/portable_kills.py so often on each version, in turns; store each turn."""
+    from tests.support.servers import Kafka  # docs, which show what is tested, need no server
+
+    folder = (Path("build/spark/kills") / datetime.datetime.now(datetime.UTC).strftime("%m%dT%H%M%S")).resolve()
+    end = time.monotonic() + seconds
+    kafka = Kafka.start(folder / "kafka")
+    topics = {version: kafka.topic(2) for version in versions}
+    try:
+        for done in range(0, count, TURN):
+            for version in versions:
+                if time.monotonic() > end:
+                    return 0
+                command = [str(environment(version)), "-m", "tests.spark.portable_kills", str(folder / version)]
+                command += ["--kills", str(min(TURN, count - done)), "--seed", str(seed)]
+                command += ["--kafka", kafka.bootstrap, topics[version]]
+                ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+                print(version, ran.stdout, flush=True)
+                if ran.stdout:
+                    of_seeds = stored().get(version, {}).get("kills", {})
+                    keep(version, {"kills": {**of_seeds, str(seed): {**json.loads(ran.stdout), **source()}}})
+                if ran.returncode:
+                    return 1
+        return 0
+    finally:
+        kafka.end()
+
+
+def source() -> dict[str, str]:
+    """What ran, and when."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"commit": commit.stdout.strip(), "date": today, "python": platform.python_version()}
+
+
+def stored() -> dict[str, Any]:
+    """By version."""
+    found: dict[str, Any] = json.loads(STORE.read_text(encoding="utf-8")) if STORE.exists() else {}
+    return found
+
+
+def keep(version: str, values: Mapping[str, Any]) -> None:
+    """Add to what is stored of a version."""
+    found = stored()
+    found[version] = {**found.get(version, {}), **values}
+    STORE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
 def _group(groups: Sequence[str], module: str, name: str) -> str:
     file, test = f"{module.rpartition('.')[2]}.py", name.partition("[")[0]
     return next(g for g in groups if {file, f"{file}::{test}"} & {*SLICE[g]})
@@ -89,9 +143,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", nargs="+", default=VERSIONS)
     parser.add_argument("--only", default="", help="groups whose name contains this")
+    parser.add_argument("--kills", type=int, default=0, help="of each version, instead of tests")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no turn of kills starts after these")
+    parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    found = json.loads(STORE.read_text(encoding="utf-8")) if STORE.exists() else {}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    if given.kills:
+        return kill(given.versions, given.kills, given.seconds, given.seed)
     failed = 0
     for version in given.versions:
         python = environment(version)
@@ -99,13 +156,9 @@ def main() -> int:
         groups = run(python, [g for g in there if given.only in g], Path("build/spark") / f"{version}.xml")
         failed += sum(len(of["names"]) for of in groups.values())  # type: ignore[arg-type]
         print(version, json.dumps(groups, indent=1), flush=True)
-        found[version] = {
-            "commit": commit.stdout.strip(),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "python": platform.python_version(),
-            "groups": {**found.get(version, {}).get("groups", {}), **groups},
-        }
-        STORE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        ran, earlier = source(), stored().get(version, {}).get("groups", {})
+        groups = {g: {**of, "commit": ran["commit"]} for g, of in groups.items()}
+        keep(version, {**({} if given.only else ran), "groups": {**earlier, **groups}})
     return 1 if failed else 0
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pyspark
 import pytest
-from benchmarks.cases import SPARK_35_KAFKA_JARS, SPARK_KAFKA_JARS
+from benchmarks.cases import EARLIER_KAFKA_JARS, SPARK_KAFKA_JARS
 
 from delivered.model.errors import DeliveredError
 from delivered_lab.brokers.servers import fetch_jars
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def spark_kafka_jars() -> str:
     """JARs of Spark's own Kafka connector, comma-separated; empty if unavailable."""
-    own = ("3.5", SPARK_35_KAFKA_JARS) if pyspark.__version__ < "4" else ("4.2.0", SPARK_KAFKA_JARS)
+    version = pyspark.__version__.rpartition(".")[0]
+    name = version if version in EARLIER_KAFKA_JARS else "4.2.0"
     try:
-        folder = fetch_jars(f"spark-kafka/{own[0]}", own[1], print, transitive=False)
+        jars = EARLIER_KAFKA_JARS.get(version, SPARK_KAFKA_JARS)
+        folder = fetch_jars(f"spark-kafka/{name}", jars, print, transitive=False)
     except DeliveredError as error:
         print(f"without Spark's own Kafka connector: {error}")
         return ""

@@ -1,9 +1,16 @@
-"""Kills over batches of `foreachBatch`, at random times and at crash points: of the complete process tree, or of the
-user's process alone, as of a notebook's kernel, whose JVM then has to end by itself.
+"""Kills over batches of `foreachBatch`, at random times and at crash points:
 
-Goes on with what a folder holds: more kills in a second call. The Python that runs the job may have another Spark.
+    everything   JVM, user's process and tasks
+    process      the user's process alone; its JVM then ends by itself
+    kernel       the user's process alone; its JVM was started by somebody else, goes on, and serves the next one
+    tasks        the Python processes that run tasks
+    client       of Spark Connect, alone; its query goes on in the server until the next client starts it again
+    server       of Spark Connect
 
-    python -m tests.spark.portable_kills FOLDER --kills 20 [--python PYTHON] [--kafka] [--seconds 200]
+Most JVMs live through several kills, which saves their starts. Goes on with what a folder holds: more kills in a second
+call.
+
+    python -m tests.spark.portable_kills FOLDER --kills 20 [--kafka BOOTSTRAP TOPIC] [--seconds 200] [--connect]
 """
 
 from __future__ import annotations
@@ -18,16 +25,24 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 from tests.kafka_tools import read_committed
 
 from delivered.crash import CRASH, CRASH_DIR
+from delivered.prefork.server import TASKS
+from delivered_lab.brokers.servers import free_ports
 from delivered_lab.supervisor import hits, kill_tree
 
-FILES_PER_ROUND, ROWS = 6, 40
+AHEAD, ROWS = 8, 40
+"""Files that are there for each start, and rows of each. A batch reads one."""
+OWN_JVM = {"everything": 1, "process": 1}
+HOSTED = {"everything": 2, "kernel": 5, "tasks": 1}
+CONNECT = {"everything": 1, "client": 2, "server": 2}
+"""How often what is killed, by whose JVM it is."""
 WAIT_S = 240.0
 POINTS = (
     *("recover.claim:after", "recover.check:after", "write.stage:after", "write.prepare:before"),
@@ -49,63 +64,125 @@ def produce(folder: Path, files: int) -> int:
     return (have + files) * ROWS
 
 
+def logged(folder: Path) -> int:
+    """Batches that Spark logged as done."""
+    return max((int(f.name) + 1 for f in (folder / "checkpoint" / "commits").glob("[0-9]*")), default=0)
+
+
 class Job:
-    """
+    """The user's process, and the one that owns its JVM, if that is another.
+
     Attributes:
-        random: of this loop; seeded by the number of kills so far.
+        connect: over Spark Connect.
     """
 
-    def __init__(self, folder: Path, python: str, kafka: Sequence[str]) -> None:
-        self.folder = folder
-        self.command = [python, "-m", "tests.spark.apps.portable", str(folder), *kafka]
+    def __init__(
+        self, folder: Path, kafka: Sequence[str], seed: int, guarantee: str = "exactly_once", *, connect: bool = False
+    ) -> None:
+        self._folder, self._seed, self.connect = folder, seed, connect
+        self._arguments = [str(folder), guarantee, *kafka]
+        self._host: subprocess.Popen[bytes] | None = None
 
-    def start(self, crash: str = "", points: Path | None = None) -> subprocess.Popen[bytes]:
-        (self.folder / "ready").unlink(missing_ok=True)
-        env = {**os.environ, CRASH: crash, CRASH_DIR: str(points or self.folder)}
-        with (self.folder / "output").open("ab") as said:
-            return subprocess.Popen(self.command, env=env, stdout=said, stderr=said, start_new_session=True)
+    def _run(self, app: str, arguments: Sequence[str], **env: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", f"tests.spark.apps.{app}", *arguments]
+        with (self._folder / "output").open("ab") as said:
+            return subprocess.Popen(
+                command, env={**os.environ, **env}, stdout=said, stderr=said, start_new_session=True
+            )
+
+    def _start(self, crash: str, points: Path, *, hosted: bool) -> subprocess.Popen[bytes]:
+        (self._folder / "ready").unlink(missing_ok=True)
+        env = {CRASH: crash, CRASH_DIR: str(points)}
+        if hosted:
+            file = self._folder / "host.json"
+            if self._host is None:
+                file.unlink(missing_ok=True)
+                ports = [str(port) for port in free_ports(1)] if self.connect else []
+                self._host = host = self._run("jvm_host", [str(file), *ports])
+                _until(file.exists, host)
+            env |= json.loads(file.read_text())
+        return self._run("portable", self._arguments, **env)
 
     def kill_once(self, number: int) -> str:
-        """Kill the job at a random point, or at a random time of its work; returns where, empty: it ended before."""
-        choice = random.Random(number)
-        alone = choice.random() < 0.2
-        point = choice.choice(POINTS) if choice.random() < 0.6 else ""
-        nth = 1 if point.startswith("recover") else choice.randint(1, 3)
-        points = self.folder / "points" / str(number)
-        points.mkdir(parents=True, exist_ok=True)
-        process = self.start(f"{point}#{nth}" if point else "", points)
-        wait, others = 0.3 + 6 * choice.random(), list[psutil.Process]()
+        """Kill at a random point, or at a random time; returns what and where, empty: the job ended before."""
+        choice = random.Random(self._seed * 100_000 + number)
+        hosted = self.connect or self._host is not None or choice.random() < 0.7
+        weights = CONNECT if self.connect else HOSTED if hosted else OWN_JVM
+        what = choice.choices(list(weights), list(weights.values()))[0]
+        points_of = [p for p in POINTS if what != "tasks" or p.startswith("write")]
+        # Points are in the environment of the process that is started now.
+        point = choice.choice(points_of) if not self.connect and choice.random() < 0.6 else ""
+        if point and not point.startswith("recover"):
+            point += f"#{choice.randint(1, 3)}"
+        wait = 4 * choice.random()
+        points = self._folder / "points" / str(number)
+        points.mkdir(parents=True)
+        process = self._start(point, points, hosted=hosted)
         try:
-            deadline = time.monotonic() + WAIT_S
-            ready_at = 0.0
-            while process.poll() is None and time.monotonic() < deadline:
-                if ready_at == 0.0 and (self.folder / "ready").exists():
-                    ready_at = time.monotonic()
-                now = not point and ready_at and time.monotonic() - ready_at > wait
-                if now or (point and hits(points)):
-                    where = f"{point}#{nth}" if point else "random"
-                    if not alone:
-                        return where
-                    others = psutil.Process(process.pid).children(recursive=True)
-                    process.kill()
-                    _, left = psutil.wait_procs([p for p in others if p.name() == "java"], timeout=WAIT_S)
-                    assert not left, "the JVM outlives the user's process"
-                    return f"{where}, alone"
-                time.sleep(0.02)
-            return ""
+            if point:
+                _until(lambda: bool(hits(points)), process)
+            else:
+                _until((self._folder / "ready").exists, process)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(wait)
+            if process.poll() is not None:
+                assert process.returncode == 0, f"the job failed, see {self._folder / 'output'}"
+                return ""
+            self._kill(what, process, choice)
+            return f"{what}, {point or 'random'}"
         finally:
-            for other in others:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    other.kill()
             kill_tree(process.pid)
             process.wait()
 
+    def _kill(self, what: str, process: subprocess.Popen[bytes], choice: random.Random) -> None:
+        if what == "server":
+            self.close()
+        elif what == "everything":
+            owners = [process, *([self._host] if self._host else [])]
+            for owner in choice.sample(owners, len(owners)):
+                kill_tree(owner.pid)
+                owner.wait()
+            self._host = None
+        elif what == "tasks":
+            done = logged(self._folder)
+            for task in psutil.Process(self._host.pid).children(recursive=True) if self._host else []:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if task.name() == TASKS:
+                        task.kill()
+            _until(lambda: logged(self._folder) > done, process)  # or the job failed
+        else:
+            below = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            try:
+                _, left = psutil.wait_procs([p for p in below if p.name() == "java"], timeout=WAIT_S)
+                assert not left, "the JVM outlives the user's process"
+            finally:
+                for other in below:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        other.kill()
+
     def finish(self) -> int:
-        process = self.start()
+        """Run to the end; returns the exit code."""
+        process = self._start("", self._folder, hosted=self.connect or self._host is not None)
         try:
             return process.wait(WAIT_S)
         finally:
             kill_tree(process.pid)
+            self.close()
+
+    def close(self) -> None:
+        if self._host is not None:
+            kill_tree(self._host.pid)
+            self._host.wait()
+            self._host = None
+
+
+def _until(fact: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    """Wait for a fact, or for the end of the process."""
+    deadline = time.monotonic() + WAIT_S
+    while process.poll() is None and not fact():
+        assert time.monotonic() < deadline, "nothing happens"
+        time.sleep(0.02)
 
 
 def damage(folder: Path, rows: int, kafka: Sequence[str]) -> dict[str, tuple[int, int]]:
@@ -120,20 +197,25 @@ def damage(folder: Path, rows: int, kafka: Sequence[str]) -> dict[str, tuple[int
     }
 
 
-def kills(folder: Path, count: int, python: str, kafka: Sequence[str] = (), seconds: float = 1e9) -> dict[str, object]:
-    """So many kills, or as many as the time allows; then one start that ends by itself."""
-    job, kept = Job(folder, python, kafka), folder / "kills.json"
+def kills(
+    folder: Path, count: int, kafka: Sequence[str] = (), seconds: float = 1e9, seed: int = 0, **of: Any
+) -> dict[str, Any]:
+    """So many kills, or as many as the time allows; then one start that ends by itself. `of`: see `Job`."""
     folder.mkdir(parents=True, exist_ok=True)
+    job, kept = Job(folder, kafka, seed, **of), folder / "kills.json"
     done: list[str] = json.loads(kept.read_text()) if kept.exists() else []
-    began, first, rows = time.monotonic(), len(done), 0
-    while len(done) - first < count and time.monotonic() - began < seconds:
-        rows = produce(folder, FILES_PER_ROUND)
-        where = job.kill_once(len(done) + rows)
-        if where:
-            done.append(where)
-            kept.write_text(json.dumps(done))
-    rows = produce(folder, 1)
-    code = job.finish()
+    end, first, number = time.monotonic() + seconds, len(done), len(list((folder / "points").glob("*")))
+    try:
+        while len(done) - first < count and time.monotonic() < end:
+            produce(folder, max(0, logged(folder) + AHEAD - len(list((folder / "in").glob("*.json")))))
+            if where := job.kill_once(number):
+                done.append(where)
+                kept.write_text(json.dumps(done))
+            number += 1
+        rows = produce(folder, 1)
+        code = job.finish()
+    finally:
+        job.close()
     lost = damage(folder, rows, kafka) if code == 0 else {}
     return {"exit_code": code, "kills": len(done), "rows": rows, "damage": lost, "where": Counter(done)}
 
@@ -142,13 +224,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--connect", action="store_true")
     parser.add_argument("--kafka", nargs=2, default=(), metavar=("BOOTSTRAP", "TOPIC"))
     given = parser.parse_args()
-    found = kills(given.folder, given.kills, given.python, given.kafka, given.seconds)
+    found = kills(given.folder, given.kills, given.kafka, given.seconds, given.seed, connect=given.connect)
     print(json.dumps(found), flush=True)
-    clean = found["exit_code"] == 0 and all(pair == (0, 0) for pair in found["damage"].values())  # type: ignore[attr-defined]
+    clean = found["exit_code"] == 0 and all(pair == (0, 0) for pair in found["damage"].values())
     return 0 if clean else 1
 
 

@@ -127,11 +127,14 @@ def test_a_batch_whose_driver_died_after_a_grant_is_given_up_in_full(tmp_path: P
 
 
 @pytest.mark.matrix
-def test_a_speculative_copy_sends_nothing_and_costs_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given", [(), ("--foreach",), ("--foreach", "--guarantee", "exactly_once")], ids=["stream", "batch", "once"]
+)
+def test_a_speculative_copy_sends_nothing_and_costs_nothing(tmp_path: Path, given: tuple[str, ...]) -> None:
     held = tmp_path / "held"
     held.mkdir()
     with Standalone(tmp_path, sys.executable, {}, several_hosts=True) as cluster:
-        driver = cluster.submit(APP, *_arguments(tmp_path), "--held", str(held), conf=SPECULATION)
+        driver = cluster.submit(APP, *_arguments(tmp_path), "--held", str(held), *given, conf=SPECULATION)
         try:
             assert driver.wait(240) == 0, (tmp_path / "driver.log").read_text()[-4000:]
         finally:

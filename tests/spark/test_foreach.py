@@ -21,6 +21,7 @@ import delivered
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.connectors.sqlite.writer import staging_folder
 from delivered.engine.context import open_ledger
+from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.patience import patience_s
@@ -156,16 +157,28 @@ def test_a_jvm_that_dies_while_results_are_read_loses_no_rows(tmp_path: Path) ->
     """PySpark reads an empty result then, without an error."""
     all_rows = produce(tmp_path, 2)
     for app, code in (("cut_off", 1), ("portable", 0)):
-        command = [sys.executable, "-m", f"tests.spark.apps.{app}", str(tmp_path)]
+        command = [sys.executable, "-m", f"tests.spark.apps.{app}", str(tmp_path), "exactly_once"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
         assert done.returncode == code, done.stderr
     assert damage(tmp_path, all_rows, ()) == {"sqlite": (0, 0)}
 
 
 @pytest.mark.matrix
-def test_kills_at_random(kafka: Kafka, tmp_path: Path) -> None:
-    """Of the process tree, and of the user's process alone. `python -m tests.spark.portable_kills` does more."""
+@pytest.mark.parametrize("guarantee", list(Guarantee))
+def test_kills_at_random(kafka: Kafka, tmp_path: Path, guarantee: Guarantee) -> None:
+    """Of the process tree, of the user's process alone, of tasks. `python -m tests.spark.portable_kills` does more."""
     topic = kafka.topic(2)
-    found = kills(tmp_path / "job", 12, sys.executable, (kafka.bootstrap, topic))
-    assert (found["exit_code"], found["kills"]) == (0, 12), (tmp_path / "job" / "output").read_text()[-4000:]
+    found = kills(tmp_path, 12, (kafka.bootstrap, topic), guarantee=guarantee)
+    assert (found["exit_code"], found["kills"]) == (0, 12), (tmp_path / "output").read_text()[-4000:]
+    lost, doubled = (sum(pair) for pair in zip(*found["damage"].values(), strict=True))
+    assert lost == 0 or guarantee == "at_most_once", found
+    assert doubled == 0 or guarantee == "at_least_once", found
+
+
+@pytest.mark.matrix
+def test_kills_over_spark_connect(kafka: Kafka, tmp_path: Path) -> None:
+    """Of the client, whose query goes on, and of the server."""
+    found = kills(tmp_path, 10, (kafka.bootstrap, kafka.topic(2)), connect=True)
+    assert (found["exit_code"], found["kills"]) == (0, 10), (tmp_path / "output").read_text()[-4000:]
+    assert {"client, random", "server, random"} <= {*found["where"]}
     assert found["damage"] == {"sqlite": (0, 0), "kafka": (0, 0)}, found

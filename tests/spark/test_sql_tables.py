@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.spark.topics import read_values, send
 
+from delivered.spark.compat import READS_ONCE
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -42,16 +44,16 @@ def test_a_table_is_read_and_inserted_into(
     spark.sql("CREATE OR REPLACE TEMPORARY VIEW latest AS SELECT * FROM orders")
     assert count(spark, "SELECT count(*) FROM orders") == 10
 
-    # every statement resolves the table anew; a DataFrame that was planned stays what it was
+    # every statement resolves the table anew; a DataFrame that was planned stays what it was, but on Spark 4.0
     loaded = spark.read.format("delivered_kafka").option("kafka.bootstrap.servers", kafka.bootstrap)
     frame = loaded.option("subscribe", source).load()
     assert frame.count() == 10
     send(kafka, source, range(10, 13))
     assert count(spark, "SELECT count(*) FROM orders") == 13
     assert count(spark, "SELECT count(*) FROM latest") == 13
-    assert frame.count() == 10
+    assert frame.count() == (10 if READS_ONCE else 13)
     frame.explain()
-    assert "the offsets of this DataFrame are fixed at its first action" in capsys.readouterr().out
+    assert ("the offsets of this DataFrame are fixed at its first action" in capsys.readouterr().out) == READS_ONCE
     spark.range(3).explain()
     assert "offsets" not in capsys.readouterr().out
 

@@ -5,7 +5,8 @@
 | 4.1 | a stream is asked for its end without its start and without a limit: the reader remembers where it is. |
 | | Available-now is one batch to the end: a query whose source limits batches runs without it until it has read what |
 | | was there at its start. Sources have no names, so a pipeline has one. Progress shows no lag |
-| 4.0 | sockets on this machine between JVM and workers are TCP |
+| 4.0 | sockets on this machine between JVM and workers are TCP. A DataFrame over a batch source asks for its offsets |
+| | at every action |
 | 3.5 | data sources in Python: no format of ours can be registered. Everything runs by `foreachBatch` (foreach.py) |
 """
 
@@ -40,6 +41,8 @@ CLASSIC_FRAME = "pyspark.sql.classic.dataframe" if VERSION >= (4, 0) else "pyspa
 ADMITS = VERSION >= (4, 2)
 """Spark asks a stream with its start and a limit, and runs available-now in several batches."""
 LOCAL_SOCKETS = VERSION >= (4, 1)
+READS_ONCE = VERSION >= (4, 1)
+"""A DataFrame over a batch source asks for its offsets at its first action alone."""
 
 if ADMITS:
     from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow

@@ -40,7 +40,7 @@ from delivered.pipeline.spec import CHECKPOINT, OPTION, Envelope, IdiomStart, Re
 from delivered.source import spark_metrics
 from delivered.spark import internals
 from delivered.spark.check import check_executors, checkpoint_store
-from delivered.spark.compat import ADMITS, PYTHON_SOURCES, stop_when_read
+from delivered.spark.compat import ADMITS, PYTHON_SOURCES, READS_ONCE, stop_when_read
 from delivered.spark.internals import FORMAT_NOT_FOUND, PYTHON_STREAM, StreamWrite, make_active, session_of
 from delivered.spark.settings import same_shards, unadapted, unadapted_stream
 
@@ -193,7 +193,8 @@ def _explained(original: Callable[..., None]) -> Callable[..., None]:
     def explain(self: Any, *args: Any, **kwargs: Any) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             original(self, *args, **kwargs)
-        sys.stdout.write(printed.getvalue() + (_PLANNED_ONCE if f"BatchScan {PREFIX}" in printed.getvalue() else ""))
+        once = READS_ONCE and f"BatchScan {PREFIX}" in printed.getvalue()
+        sys.stdout.write(printed.getvalue() + (_PLANNED_ONCE if once else ""))
 
     return explain
 

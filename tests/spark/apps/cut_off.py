@@ -1,6 +1,6 @@
 """The job of `portable.py`, whose JVM dies after the tasks of a batch, while Python reads what they returned.
 
-python -m tests.spark.apps.cut_off FOLDER
+python -m tests.spark.apps.cut_off FOLDER GUARANTEE
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A user's job in a session of its own: files through a shuffle into a SQLite table, at most once."""
+"""A user's job in a session of its own: files through a shuffle into a SQLite table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 from pyspark import TaskContext
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 import delivered
 
@@ -40,23 +40,26 @@ def main() -> None:
     for name in ("input", "database", "checkpoint"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--held")
+    parser.add_argument("--guarantee", default="at_most_once")
+    parser.add_argument("--foreach", action="store_true")
     given = parser.parse_args()
     spark = SparkSession.builder.appName("shuffled").getOrCreate()
     delivered.register(spark)
     rows = spark.readStream.schema("id bigint").parquet(given.input).repartition(4, "id")
     if given.held:
         rows = rows.mapInArrow(_held(given.held), "id bigint")
-    query = (
-        rows.writeStream.format("delivered_sqlite")
-        .option("guarantee", "at_most_once")
-        .option("path", given.database)
-        .option("table", "ids")
-        .option("checkpointLocation", given.checkpoint)
-        .queryName("ids")
-        .trigger(availableNow=True)
-        .start()
-    )
-    query.awaitTermination()
+
+    def write(df: DataFrame, batch_id: int) -> None:
+        sink = delivered.sqlite(given.database, "ids")
+        delivered.write_batch(df, batch_id, sink=sink, guarantee=given.guarantee, pipeline="ids")
+
+    if given.foreach:
+        writer = rows.writeStream.foreachBatch(write)
+    else:
+        writer = rows.writeStream.format("delivered_sqlite").option("guarantee", given.guarantee)
+        writer = writer.option("path", given.database).option("table", "ids")
+    query = writer.option("checkpointLocation", given.checkpoint).queryName("ids")
+    query.trigger(availableNow=True).start().awaitTermination()
     spark.stop()
 
 
