@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+
 def _connector(scala: str, spark: str, tokens: str, kafka: str, pool: str) -> tuple[tuple[str, str, str], ...]:
     """Spark's own Kafka connector: Maven's group, artifact, version. The rest of what it needs ships with Spark."""
     return (

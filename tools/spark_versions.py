@@ -47,7 +47,7 @@ SLICE: dict[str, tuple[str, ...]] = {
 """What is tested: files of tests/spark, and tests in them."""
 WITHOUT_DATA_SOURCES = ("Spark's own sources",)
 """What is tested on Spark 3.5."""
-TURN = 20
+TURN = 50
 """Kills before what arrived is counted."""
 
 
@@ -97,10 +97,10 @@ def kill(versions: Sequence[str], count: int, seconds: float, seed: int) -> int:
     try:
         for done in range(0, count, TURN):
             for version in versions:
-                if time.monotonic() > end:
+                if (left := end - time.monotonic()) < 0:
                     return 0
                 command = [str(environment(version)), "-m", "tests.spark.portable_kills", str(folder / version)]
-                command += ["--kills", str(min(TURN, count - done)), "--seed", str(seed)]
+                command += ["--kills", str(min(TURN, count - done)), "--seed", str(seed), "--seconds", str(left)]
                 command += ["--kafka", kafka.bootstrap, topics[version]]
                 ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
                 print(version, ran.stdout, flush=True)
@@ -144,7 +144,7 @@ def main() -> int:
     parser.add_argument("--versions", nargs="+", default=VERSIONS)
     parser.add_argument("--only", default="", help="groups whose name contains this")
     parser.add_argument("--kills", type=int, default=0, help="of each version, instead of tests")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no turn of kills starts after these")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no kill after these")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     if given.kills:

@@ -7,8 +7,8 @@
     client       of Spark Connect, alone; its query goes on in the server until the next client starts it again
     server       of Spark Connect
 
-Most JVMs live through several kills, which saves their starts. Goes on with what a folder holds: more kills in a second
-call.
+Most JVMs live through several kills, and processes are forked from this one, which saves starts and imports. Goes on
+with what a folder holds: more kills in a second call.
 
     python -m tests.spark.portable_kills FOLDER --kills 20 [--kafka BOOTSTRAP TOPIC] [--seconds 200] [--connect]
 """
@@ -18,10 +18,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import sqlite3
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 from tests.kafka_tools import read_committed
+from tests.spark.apps import jvm_host, portable
 
 from delivered.crash import CRASH, CRASH_DIR
 from delivered.prefork.server import TASKS
@@ -40,7 +41,7 @@ from delivered_lab.supervisor import hits, kill_tree
 AHEAD, ROWS = 8, 40
 """Files that are there for each start, and rows of each. A batch reads one."""
 OWN_JVM = {"everything": 1, "process": 1}
-HOSTED = {"everything": 2, "kernel": 5, "tasks": 1}
+HOSTED = {"everything": 2, "kernel": 16, "tasks": 3}
 CONNECT = {"everything": 1, "client": 2, "server": 2}
 """How often what is killed, by whose JVM it is."""
 WAIT_S = 240.0
@@ -64,6 +65,10 @@ def produce(folder: Path, files: int) -> int:
     return (have + files) * ROWS
 
 
+_FORK = multiprocessing.get_context("fork")
+Process = multiprocessing.context.ForkProcess
+
+
 def logged(folder: Path) -> int:
     """Batches that Spark logged as done."""
     return max((int(f.name) + 1 for f in (folder / "checkpoint" / "commits").glob("[0-9]*")), default=0)
@@ -81,16 +86,14 @@ class Job:
     ) -> None:
         self._folder, self._seed, self.connect = folder, seed, connect
         self._arguments = [str(folder), guarantee, *kafka]
-        self._host: subprocess.Popen[bytes] | None = None
+        self._host: Process | None = None
 
-    def _run(self, app: str, arguments: Sequence[str], **env: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", f"tests.spark.apps.{app}", *arguments]
-        with (self._folder / "output").open("ab") as said:
-            return subprocess.Popen(
-                command, env={**os.environ, **env}, stdout=said, stderr=said, start_new_session=True
-            )
+    def _run(self, app: Callable[[], None], arguments: Sequence[str], **env: str) -> Process:
+        process = _FORK.Process(target=_run, args=(app, arguments, env, self._folder / "output"))
+        process.start()
+        return process
 
-    def _start(self, crash: str, points: Path, *, hosted: bool) -> subprocess.Popen[bytes]:
+    def _start(self, crash: str, points: Path, *, hosted: bool) -> Process:
         (self._folder / "ready").unlink(missing_ok=True)
         env = {CRASH: crash, CRASH_DIR: str(points)}
         if hosted:
@@ -98,23 +101,23 @@ class Job:
             if self._host is None:
                 file.unlink(missing_ok=True)
                 ports = [str(port) for port in free_ports(1)] if self.connect else []
-                self._host = host = self._run("jvm_host", [str(file), *ports])
+                self._host = host = self._run(jvm_host.main, [str(file), *ports])
                 _until(file.exists, host)
             env |= json.loads(file.read_text())
-        return self._run("portable", self._arguments, **env)
+        return self._run(portable.main, self._arguments, **env)
 
     def kill_once(self, number: int) -> str:
         """Kill at a random point, or at a random time; returns what and where, empty: the job ended before."""
         choice = random.Random(self._seed * 100_000 + number)
-        hosted = self.connect or self._host is not None or choice.random() < 0.7
+        hosted = self.connect or self._host is not None or choice.random() < 0.8
         weights = CONNECT if self.connect else HOSTED if hosted else OWN_JVM
         what = choice.choices(list(weights), list(weights.values()))[0]
         points_of = [p for p in POINTS if what != "tasks" or p.startswith("write")]
         # Points are in the environment of the process that is started now.
         point = choice.choice(points_of) if not self.connect and choice.random() < 0.6 else ""
         if point and not point.startswith("recover"):
-            point += f"#{choice.randint(1, 3)}"
-        wait = 4 * choice.random()
+            point += f"#{choice.randint(1, 2)}"
+        wait = 2 * choice.random()
         points = self._folder / "points" / str(number)
         points.mkdir(parents=True)
         process = self._start(point, points, hosted=hosted)
@@ -123,25 +126,22 @@ class Job:
                 _until(lambda: bool(hits(points)), process)
             else:
                 _until((self._folder / "ready").exists, process)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(wait)
-            if process.poll() is not None:
-                assert process.returncode == 0, f"the job failed, see {self._folder / 'output'}"
+                process.join(wait)
+            if not process.is_alive():
+                assert process.exitcode == 0, f"the job failed, see {self._folder / 'output'}"
                 return ""
             self._kill(what, process, choice)
             return f"{what}, {point or 'random'}"
         finally:
-            kill_tree(process.pid)
-            process.wait()
+            _end(process)
 
-    def _kill(self, what: str, process: subprocess.Popen[bytes], choice: random.Random) -> None:
+    def _kill(self, what: str, process: Process, choice: random.Random) -> None:
         if what == "server":
             self.close()
         elif what == "everything":
             owners = [process, *([self._host] if self._host else [])]
             for owner in choice.sample(owners, len(owners)):
-                kill_tree(owner.pid)
-                owner.wait()
+                _end(owner)
             self._host = None
         elif what == "tasks":
             done = logged(self._folder)
@@ -161,26 +161,43 @@ class Job:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         other.kill()
 
-    def finish(self) -> int:
-        """Run to the end; returns the exit code."""
+    def finish(self) -> int | None:
+        """Run to the end; returns the exit code, None: it does not end."""
         process = self._start("", self._folder, hosted=self.connect or self._host is not None)
         try:
-            return process.wait(WAIT_S)
+            process.join(WAIT_S)
+            return process.exitcode
         finally:
-            kill_tree(process.pid)
+            _end(process)
             self.close()
 
     def close(self) -> None:
         if self._host is not None:
-            kill_tree(self._host.pid)
-            self._host.wait()
+            _end(self._host)
             self._host = None
 
 
-def _until(fact: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+def _run(app: Callable[[], None], arguments: Sequence[str], env: dict[str, str], output: Path) -> None:
+    """The main function of a process, which gets a session and an environment of its own."""
+    os.setsid()
+    with output.open("ab", 0) as said:
+        os.dup2(said.fileno(), sys.stdout.fileno())
+        os.dup2(said.fileno(), sys.stderr.fileno())
+    os.environ.update(env)
+    sys.argv[1:] = arguments
+    app()
+
+
+def _end(process: Process) -> None:
+    """Kill a process and all that it started."""
+    kill_tree(process.pid)
+    process.join()
+
+
+def _until(fact: Callable[[], bool], process: Process) -> None:
     """Wait for a fact, or for the end of the process."""
     deadline = time.monotonic() + WAIT_S
-    while process.poll() is None and not fact():
+    while process.is_alive() and not fact():
         assert time.monotonic() < deadline, "nothing happens"
         time.sleep(0.02)
 
