@@ -130,12 +130,13 @@ class Job:
             if not process.is_alive():
                 assert process.exitcode == 0, f"the job failed, see {self._folder / 'output'}"
                 return ""
-            self._kill(what, process, choice)
+            self._kill(what, process, choice, {hit.pid for _, hit in hits(points)})
             return f"{what}, {point or 'random'}"
         finally:
             _end(process)
 
-    def _kill(self, what: str, process: Process, choice: random.Random) -> None:
+    def _kill(self, what: str, process: Process, choice: random.Random, halted: set[int]) -> None:
+        """Args: halted: processes that wait at the point."""
         if what == "server":
             self.close()
         elif what == "everything":
@@ -147,7 +148,7 @@ class Job:
             done = logged(self._folder)
             for task in psutil.Process(self._host.pid).children(recursive=True) if self._host else []:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if task.name() == TASKS:
+                    if task.pid in halted or task.name() == TASKS:
                         task.kill()
             _until(lambda: logged(self._folder) > done, process)  # or the job failed
         else:
