@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
+import pkgutil
 import random
 import sqlite3
 import sys
@@ -65,6 +67,12 @@ def produce(folder: Path, files: int) -> int:
     return (have + files) * ROWS
 
 
+_LOADED = (
+    *("delivered.spark.foreach", "delivered.engine.runner", "delivered.engine.context", "delivered.engine.decide"),
+    *("delivered.engine.recover", "delivered.checkpoint.history", "delivered.pipeline.facts", "pyarrow.compute"),
+    *("delivered.pipeline.written_schemas", "delivered.connectors.kafka", "delivered.connectors.sqlite"),
+)
+"""What the user's process would import after its start."""
 _FORK = multiprocessing.get_context("fork")
 Process = multiprocessing.context.ForkProcess
 
@@ -189,6 +197,13 @@ def _run(app: Callable[[], None], arguments: Sequence[str], env: dict[str, str],
     app()
 
 
+def _load() -> None:
+    for name in _LOADED:
+        module = importlib.import_module(name)
+        for part in pkgutil.iter_modules(getattr(module, "__path__", ()), f"{name}."):
+            importlib.import_module(part.name)
+
+
 def _end(process: Process) -> None:
     """Kill a process and all that it started."""
     kill_tree(process.pid)
@@ -220,6 +235,7 @@ def kills(
 ) -> dict[str, Any]:
     """So many kills, or as many as the time allows; then one start that ends by itself. `of`: see `Job`."""
     folder.mkdir(parents=True, exist_ok=True)
+    _load()
     job, kept = Job(folder, kafka, seed, **of), folder / "kills.json"
     done: list[str] = json.loads(kept.read_text()) if kept.exists() else []
     end, first, number = time.monotonic() + seconds, len(done), len(list((folder / "points").glob("*")))
