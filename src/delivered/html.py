@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from delivered.model.errors import MissingExtra
 from delivered.model.secrets import plain
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from rich.console import Group
 
 SIGNS = {"held": "●", "broken": "✕", "invalid": "▲", "unknown": "?"}
@@ -225,8 +227,13 @@ def page(title: str, body: str, *, more_style: str = "", refresh_s: float | None
 
 def part(body: str, **values: Any) -> Html:
     """Part of a page. Arguments and errors as for `page`."""
+    return Html(_template(body).render(signs=SIGNS, **values))
+
+
+@lru_cache(32)
+def _template(body: str) -> Template:
     try:
         import jinja2
     except ImportError:
         raise MissingExtra("report") from None
-    return Html(jinja2.Environment(autoescape=True, finalize=_escaped).from_string(body).render(signs=SIGNS, **values))
+    return jinja2.Environment(autoescape=True, finalize=_escaped).from_string(body)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pyarrow import fs
 
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 FILE = "delivered/batches.jsonl"
 AUDITS = "delivered/audits.jsonl"
 SAMPLES = "delivered/lag.jsonl"
+STATES = "delivered/state.jsonl"
 SAMPLE_EVERY_S = 5.0
 BYTES_MAX = 1 << 20
 """Of a file; then it becomes `<file>.1`, in place of the one before. About 4,000 batches each."""
@@ -137,6 +138,65 @@ class Samples:
 def samples(location: str, newest: int = 200) -> list[Sample]:
     """The newest samples of all sources, oldest first."""
     return [Sample(**line) for line in _lines(location, SAMPLES, newest)]
+
+
+@dataclass(frozen=True)
+class State:
+    """Of a stateful query, as Spark reported it with a batch.
+
+    Attributes:
+        rows, bytes: in the state stores, by operator; bytes of memory.
+        late: rows of that batch that were older than the watermark, by operator.
+    """
+
+    at_ms: int
+    batch: int
+    rows: Mapping[str, int]
+    bytes: Mapping[str, int]
+    late: Mapping[str, int]
+
+    @classmethod
+    def of(cls, progress: Mapping[str, Any]) -> Self | None:
+        """
+        Args:
+            progress: Spark's, as JSON. None: the query has no state.
+        """
+        operators = {f"{n} {o['operatorName']}": o for n, o in enumerate(progress.get("stateOperators") or ())}
+        if not operators:
+            return None
+
+        def each(name: str) -> dict[str, int]:
+            return {operator: int(o.get(name, 0)) for operator, o in operators.items()}
+
+        at_ms, batch = time.time_ns() // 1_000_000, int(progress["batchId"])
+        return cls(at_ms, batch, each("numRowsTotal"), each("memoryUsedBytes"), each("numRowsDroppedByWatermark"))
+
+
+class States:
+    """Of one query, kept by the process that waits for its end."""
+
+    def __init__(self, location: str) -> None:
+        self._location = location
+        self._batch: int | None = None
+
+    def keep(self, progress: Mapping[str, Any] | None) -> None:
+        """Append one for each batch that is seen. Never raises.
+
+        Args:
+            progress: Spark's newest; None: there is none yet.
+        """
+        try:
+            state = State.of(progress or {})
+            if state is not None and state.batch != self._batch:
+                _append(self._location, STATES, state.__dict__)
+                self._batch = state.batch
+        except Exception as error:
+            log.debug("the size of the state was not kept: %s", error)
+
+
+def states(location: str, newest: int = 200) -> list[State]:
+    """Oldest first."""
+    return [State(**line) for line in _lines(location, STATES, newest)]
 
 
 def add_audit(location: str, report: Mapping[str, Any]) -> None:

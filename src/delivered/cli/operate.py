@@ -141,11 +141,7 @@ def _settle_by(did: str) -> Callable[..., int]:
         show_warnings()
         with working("writing"):
             done = (retry if did == "retried" else drop)(read(file, set_), ids or None)
-        lines = ["; ".join(f"{n:,} {did} at {sink}" for sink, n in done.settled.items()) or f"nothing {did}"]
-        if done.skipped:
-            lines.append(f"The table did not accept {done.skipped:,} of them: delivered dead-letters list {file}")
-        lines += [f"{name}: still rejected, {reason}" for name, reason in done.rejected.items()]
-        lines += ["More are open: repeat the command."] if done.more else []
+        lines = done.lines(did, f"delivered dead-letters list {file}")
         data = {did: dict(done.settled), "rejected": done.rejected, "left_out": done.skipped, "more": done.more}
         answer(output, data, "\n".join(lines))
         return 1 if done.rejected or done.skipped else 0

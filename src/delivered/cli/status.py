@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import typer
@@ -89,10 +92,10 @@ def top(
     looks: Annotated[int | None, typer.Option(min=1, help="Stop after this many. Default: until Ctrl-C.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Show the same, again and again; as JSON lines with --output json."""
+    """Show the same, again and again, with arrows where lag and rate go; as JSON lines with --output json."""
     named, stop = files(paths), stop_on_signal()
     shown = console()
-    rates = _Rates()
+    trends = Trends()
     with Live(console=shown, auto_refresh=False, screen=False, transient=False) as live:
         while not stop.is_set():
             statuses = look(named)
@@ -100,7 +103,8 @@ def top(
                 for s in statuses:
                     say_json({"time": stamp(), **spoken(s).to_json()}, one_line=True)
             else:
-                live.update(Group(table(statuses, rates.of(statuses)), *problems(statuses)), refresh=True)
+                trends.add(statuses, time.monotonic())
+                live.update(Group(table(statuses, trends), *problems(statuses)), refresh=True)
             looks = looks - 1 if looks is not None else None
             if looks == 0:
                 break
@@ -213,9 +217,18 @@ def ui(
     host: Annotated[
         list[str] | None, typer.Option(help="A host name by which the page is reached: of a proxy that passes it on.")
     ] = None,
+    actions: Annotated[
+        bool | None,
+        typer.Option(
+            "--actions/--no-actions",
+            help="Whether the pages can end transactions and settle dead letters. Default: if only this machine "
+            "reaches them.",
+            show_default=False,
+        ),
+    ] = None,
     verified: VerifiedOption = None,
 ) -> None:
-    """Serve the same page, with buttons that end transactions; it loads itself again every 5 s."""
+    """Serve the same as pages: an overview, and one for each pipeline; they load themselves again every 5 s."""
     from delivered.operate.server import LOCAL, serve
 
     address_text = f"http://{f'[{address}]' if ':' in address else address}:{port}/"
@@ -228,6 +241,7 @@ def ui(
         address=address,
         token=new if chosen is None else chosen,
         hosts=host or (),
+        actions=actions,
         verified=None if verified is None else partial(_verified, verified),
     )
 
@@ -239,28 +253,54 @@ def _token(reference: str) -> str:
     return resolve_secret("token", reference)
 
 
-class _Rates:
-    """Records per second between two looks."""
+_TREND_S = 60.0
+_TREND_MIN = 0.1
+"""The share by which a figure changes over the looks of the last minute; less is shown as steady."""
+
+
+class Trends:
+    """Of each pipeline, from the looks of the last minute: records a second, and which way lag and rate go."""
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[float, int]] = {}
+        self._looks: dict[str, deque[tuple[float, int | None, int | None]]] = defaultdict(deque)
 
-    def of(self, statuses: Sequence[Status]) -> dict[str, float]:
-        now, rates = time.monotonic(), dict[str, float]()
+    def add(self, statuses: Sequence[Status], now_s: float) -> None:
         for s in statuses:
-            if (records := s.records) is None:
-                continue
-            if s.pipeline in self._before:
-                at, before = self._before[s.pipeline]
-                rates[s.pipeline] = max(0, records - before) / max(now - at, 1e-3)
-            self._before[s.pipeline] = (now, records)
-        return rates
+            looks = self._looks[s.pipeline]
+            looks.append((now_s, s.records, s.lag_to_end))
+            while now_s - looks[0][0] > _TREND_S:
+                looks.popleft()
+
+    def rate(self, pipeline: str) -> float | None:
+        """Between the last two looks; None: unknown."""
+        rates = self._rates(pipeline)
+        return rates[-1] if rates else None
+
+    def rate_arrow(self, pipeline: str) -> str:
+        return _arrow(self._rates(pipeline))
+
+    def lag_arrow(self, pipeline: str) -> str:
+        return _arrow([float(lag) for _, _, lag in self._looks[pipeline] if lag is not None])
+
+    def _rates(self, pipeline: str) -> list[float]:
+        known = [(at, records) for at, records, _ in self._looks[pipeline] if records is not None]
+        return [max(0, b[1] - a[1]) / max(b[0] - a[0], 1e-3) for a, b in pairwise(known)]
 
 
-def table(statuses: Sequence[Status], rates: dict[str, float] | None = None) -> Table:
+def _arrow(values: Sequence[float]) -> str:
+    """Of the older half of the looks against the newer one; empty: too few."""
+    if len(values) < 4:
+        return ""
+    half = len(values) // 2
+    before, after = median(values[:half]), median(values[-half:])
+    least = max(1.0, _TREND_MIN * max(before, after))
+    return "↑" if after - before > least else "↓" if before - after > least else "→"
+
+
+def table(statuses: Sequence[Status], trends: Trends | None = None) -> Table:
     """One line a pipeline."""
     columns = ["pipeline", "guarantee", "driver", "batch", "decided", "records", "lag", "open", "last audit"]
-    if rates is not None:
+    if trends is not None:
         columns.insert(6, "records/s")
     received = any(s.receivers for s in statuses)
     sealed = any(seals.is_watched for s in statuses for seals in s.seals.values())
@@ -278,12 +318,13 @@ def table(statuses: Sequence[Status], rates: dict[str, float] | None = None) -> 
             Text("" if s.batch is None else str(s.batch)),
             Text("" if s.decided_age_s is None else f"{span(s.decided_age_s)} ago"),
             Text("unknown" if s.records is None else f"{s.records:,}"),
-            Text(_lag(s)),
+            Text(_lag(s, trends), style="red" if "DELIVERED_FALLING_BEHIND" in broken else ""),
             Text(_open(s), style="red" if any("_TRANSACTION_" in c for c in broken) else ""),
             Text(_audit(s), style="red" if "DELIVERED_AUDIT_BROKEN" in broken else ""),
         ]
-        if rates is not None:
-            cells.insert(6, Text(f"{rates[s.pipeline]:,.0f}" if s.pipeline in rates else ""))
+        if trends is not None:
+            rate = trends.rate(s.pipeline)
+            cells.insert(6, Text("" if rate is None else f"{rate:,.0f} {trends.rate_arrow(s.pipeline)}".rstrip()))
         if sealed:
             cells.append(Text(_sealed(s), style="red" if any("SEAL" in c for c in broken) else ""))
         if received:
@@ -305,11 +346,12 @@ def problems(statuses: Sequence[Status]) -> list[Text]:
     return lines
 
 
-def _lag(s: Status) -> str:
+def _lag(s: Status, trends: Trends | None) -> str:
     if s.lag_total is None:
         return ""
     waits = f" ({span(s.lag_s_max)})" if s.lag_total and s.lag_s_max is not None else ""
-    return f"{lag_text(s)}{waits}"
+    arrow = trends.lag_arrow(s.pipeline) if trends is not None else ""
+    return f"{lag_text(s)}{waits} {arrow}".rstrip()
 
 
 def _receivers(s: Status) -> str:

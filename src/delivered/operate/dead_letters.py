@@ -108,6 +108,18 @@ class Settlement:
     skipped: int = 0
     more: bool = False
 
+    def lines(self, did: str, listing: str) -> list[str]:
+        """For display.
+
+        Args:
+            did: "retried" or "dropped". listing: what shows those that are open: a command, or an address.
+        """
+        lines = ["; ".join(f"{n:,} {did} at {sink}" for sink, n in self.settled.items()) or f"nothing {did}"]
+        if self.skipped:
+            lines.append(f"The table did not accept {self.skipped:,} of them: {listing}")
+        lines += [f"{name}: still rejected, {reason}" for name, reason in self.rejected.items()]
+        return lines + (["More are open: repeat the command."] if self.more else [])
+
 
 def dead_letters(pipeline: Definition, *, settled: bool = False, limit: int = DEAD_LETTERS_MAX) -> list[DeadLetter]:
     """Dead letters of the pipeline's checkpoint. Claims nothing and fences nobody.

@@ -1,54 +1,48 @@
-"""Pipelines as one HTML page: problems, how the data flows, batches by step, open transactions, seals, audits."""
+"""Pipelines as HTML pages: an overview, a page for each, its dead letters; and all of it as one file."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from delivered import html
 from delivered.audit.seal import State
-from delivered.checkpoint.history import audits, batches
+from delivered.checkpoint.folder import batch_metadata
+from delivered.checkpoint.history import SAMPLE_EVERY_S, Sample, audits, batches, samples, states
+from delivered.checkpoint.runs import Run
 from delivered.model.errors import DeliveredError
-from delivered.model.identity import batches_text
-from delivered.model.work import STEPS, BatchReport
+from delivered.model.identity import SOURCE, batches_text
+from delivered.model.work import STEPS
+from delivered.operate import chart
 from delivered.operate.asking import look_at
-from delivered.operate.seals import SealStatus, records
-from delivered.operate.status import Status, summary
-from delivered.pipeline.definition import Definition
-from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.facts import gather
-from delivered.planner import Plan, make_plan
+from delivered.operate.dead_letters import DeadLetter
+from delivered.operate.flow import Flow, flow_of
+from delivered.operate.overview import COLUMNS, TROUBLE, Order, Row
+from delivered.operate.pace import duration_text
+from delivered.operate.rules import of_running_batch
+from delivered.operate.seals import SealStatus, records, span
+from delivered.operate.status import Driver, Status, summary
 
 _FOLDER = Path(__file__).parent
 _BATCHES = 60
+_BATCHES_LISTED = 12
 _AUDITS = 20
 _RANGES = 12
+_RUNS = 15
+_SAMPLES_MAX = 20_000
+_STATES_MAX = 5_000
 _DATE = len("2026-01-01 ")
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 840, 150, 44, 18
-_COLOURS = ("#999999", "#56b4e9", "#e69f00", "#009e73", "#cc79a7")
-"""Of the steps, in order: Okabe-Ito's."""
-
-
-@dataclass(frozen=True)
-class Flow:
-    """How the data of a pipeline travels.
-
-    Attributes:
-        sources, sinks: label, "kafka orders", and the mechanism between it and the pipeline.
-        mechanism: how the guarantee is kept; empty: the pipeline is refused, or its file cannot be read.
-    """
-
-    sources: tuple[tuple[str, str], ...] = ()
-    sinks: tuple[tuple[str, str], ...] = ()
-    mechanism: str = ""
-
-    def html(self, pipeline: str, guarantee: str) -> html.Html:
-        """Empty: the pipeline's file cannot be read."""
-        how = f"{guarantee} by {self.mechanism}" if self.mechanism else guarantee
-        return html.flow(self.sources, (pipeline, how), self.sinks) if self.sinks else html.Html()
+_HOUR_MS = 3_600_000
+_GAP_S = 30.0
+"""Without a sample, beyond which no line is drawn: no batch was planned."""
+_RECORD_LENGTH_MAX = 2_000
+HOURS = (1, 6, 24, 168)
+"""That the charts of a page can show."""
 
 
 def look_with_flow(paths: Sequence[Path]) -> list[tuple[Status, Flow]]:
@@ -56,72 +50,282 @@ def look_with_flow(paths: Sequence[Path]) -> list[tuple[Status, Flow]]:
     return [(answer, flow or Flow()) for answer, flow in look_at(paths, flow_of)]
 
 
-def flow_of(pipeline: Definition) -> Flow:
-    """From the definition alone."""
-    decides, mechanism = "", ""
-    with contextlib.suppress(DeliveredError):
-        request = gather(pipeline, None, offline=True, takeover=False)
-        plan = make_plan(request)
-        mechanism = plan.mechanism if isinstance(plan, Plan) else ""
-        decides = request.by_count("", request.decider.name)
-    sources = tuple((e.label if n == "source" else f"{n}: {e.label}", _read(e)) for n, e in pipeline.sources.items())
-    return Flow(sources, tuple(_written(e, decides) for e in pipeline.all_sinks), mechanism)
+@dataclass(frozen=True)
+class Actions:
+    """Of a page that is served: where its forms are sent to.
 
-
-def _read(endpoint: Endpoint) -> str:
-    if endpoint.is_spark_own:
-        return "Spark's own source"
-    source = endpoint.source()
-    if source.capability().received:
-        return "receivers log, then acknowledge; ids recognised"
-    return "offsets, replayable" if source.capability().replayable else "not replayable"
-
-
-def _written(endpoint: Endpoint, decides: str) -> tuple[str, str]:
-    sink = endpoint.sink()
-    mechanism = sink.capability().mechanism
-    label = f"{endpoint.name}: {endpoint.label}" if endpoint.name else endpoint.label
-    return label, f"{mechanism}; decides for all" if (endpoint.name or sink.name) == decides else mechanism
-
-
-def page(
-    pipelines: Sequence[tuple[Status, Flow]],
-    *,
-    refresh_s: float | None = None,
-    action: Callable[[int, str, bool], str] | None = None,
-    links: Sequence[tuple[str, str]] = (),
-    more: str = "",
-) -> str:
+    Attributes:
+        csrf: a secret of the server, which each form carries: only a page of this server knows it.
+        end: the address that ends a transaction, by its id and whether to apply it.
+        settle: by "retry", "drop" and "read", the address that does so with dead letters.
     """
-    Args:
-        refresh_s: the page loads itself again after this long.
-        action: the address that ends a transaction when it is posted to, by the pipeline's number here, the
-            transaction's id, and whether to apply it; None: the page only names the command.
+
+    csrf: str
+    end: Callable[[str, bool], str]
+    settle: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What is around the content of a served page.
+
+    Attributes:
+        refresh_s: the page loads itself again after this long; None: it does not.
         links: text and address, at the top.
+    """
+
+    refresh_s: float | None = None
+    links: Sequence[tuple[str, str]] = ()
+
+
+def page(pipelines: Sequence[tuple[Status, Flow]], *, more: str = "") -> str:
+    """All in one file, which needs no server: the overview, then each pipeline.
+
+    Args:
         more: at the end, escaped unless it is `Html`.
 
     Raises:
         MissingExtra: the extra `report` is not installed.
     """
-    return html.page(
-        "Pipelines",
-        _FOLDER.joinpath("page.html").read_text(encoding="utf-8"),
-        more_style=_FOLDER.joinpath("page.css").read_text(encoding="utf-8"),
-        refresh_s=refresh_s,
-        pipelines=[
-            (s, flow, _bars(batches(s.checkpoint, _BATCHES)), audits(s.checkpoint, _AUDITS)) for s, flow in pipelines
-        ],
-        steps=tuple(zip(STEPS, _COLOURS, strict=True)),
-        action=action,
-        links=links,
-        more=more,
-        chain=chain_line,
-        ranges_shown=_RANGES,
-        summary=summary,
-        at=html.utc,
-        written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        troubled=sum(bool(s.problems) for s, _ in pipelines),
+    rows = [Row.of(s, f"#{_anchor(n)}") for n, (s, _) in enumerate(pipelines)]
+    parts = [_overview(rows, Order(), None)]
+    for n, (s, flow) in enumerate(pipelines):
+        head = html.Html(f'<section id="{_anchor(n)}"><h2>{html.text(s.pipeline)} ')
+        parts += [head, html.element("small", s.guarantee), html.Html("</h2>"), _pipeline(s, flow, None, None, 1)]
+        parts.append(html.Html("</section>"))
+    return _page("Pipelines", html.joined((*parts, more)), Frame())
+
+
+def overview(
+    rows: Sequence[Row], *, order: Order, frame: Frame, link: Callable[[str], str], waiting: int = 0, more: str = ""
+) -> str:
+    """All pipelines in one table, each a link to its own page.
+
+    Args:
+        link: the address of this page in another order.
+        waiting: pipelines that were not answered yet.
+
+    Raises:
+        MissingExtra: as for `page`.
+    """
+    return _page("Pipelines", html.joined((_overview(rows, order, link, waiting), more)), frame)
+
+
+def pipeline_page(
+    s: Status,
+    flow: Flow,
+    *,
+    frame: Frame,
+    actions: Actions | None = None,
+    dead_letters: str | None = None,
+    hours: int = HOURS[0],
+    link: Callable[[int], str] | None = None,
+) -> str:
+    """
+    Args:
+        actions: None: the page only names the commands.
+        dead_letters: the address of the page that lists them.
+        hours: that rate and lag are shown for.
+        link: the address of this page for that many hours.
+
+    Raises:
+        MissingExtra: as for `page`.
+    """
+    head = html.element("p", s.guarantee, "made")
+    spans = html.Html()
+    if link is not None:
+        names = [f"{h} h" if h < 48 else f"{h // 24} d" for h in HOURS]
+        choices = [
+            html.element("b", name) if h == hours else _link(name, link(h))
+            for name, h in zip(names, HOURS, strict=True)
+        ]
+        spans = html.element("p", html.joined(("Rate and lag of the last ", *_apart(choices))), "legend")
+    return _page(s.pipeline, html.joined((head, _pipeline(s, flow, actions, dead_letters, hours, spans))), frame)
+
+
+def dead_letters_page(
+    pipeline: str,
+    listed: Sequence[DeadLetter],
+    *,
+    file: str,
+    frame: Frame,
+    actions: Actions | None,
+    seen: Mapping[str, int],
+    more: bool,
+    settled: bool,
+) -> str:
+    """
+    Args:
+        file: of the pipeline, for commands.
+        seen: by sink, how many there were before they were read.
+        more: there are more than these.
+        settled: those that were retried or dropped are among them.
+
+    Raises:
+        MissingExtra: as for `page`.
+    """
+    body = html.part(
+        _FOLDER.joinpath("dead-letters.html").read_text(encoding="utf-8"),
+        listed=listed, file=file, actions=actions, seen=seen, more=more, settled=settled,
+        ident=chart.ident, length_max=_RECORD_LENGTH_MAX,
+    )  # fmt: skip
+    return _page(f"Dead letters of {pipeline}", body, frame)
+
+
+def message_page(title: str, message: html.Html, frame: Frame) -> str:
+    return _page(title, message, frame)
+
+
+def _page(title: str, content: html.Html, frame: Frame) -> str:
+    links = _apart(
+        [html.Html(f'<a href="{html.text(address)}">{html.text(text)}</a>') for text, address in frame.links]
     )
+    return html.page(
+        title,
+        '<p class="made">{{ now }} UTC{% if links %} &middot; {{ links }}{% endif %}</p>{{ content }}',
+        more_style=_FOLDER.joinpath("page.css").read_text(encoding="utf-8"),
+        refresh_s=frame.refresh_s,
+        content=content,
+        links=html.joined(links),
+        now=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"),
+    )
+
+
+def _link(text: str, address: str) -> html.Html:
+    return html.Html(f'<a href="{html.text(address)}">{html.text(text)}</a>')
+
+
+def _apart(parts: Sequence[html.Html]) -> list[html.Html]:
+    return [html.joined((html.Html(" &middot; ") if n else "", part)) for n, part in enumerate(parts)]
+
+
+def _anchor(number: int) -> str:
+    return f"pipeline-{number}"
+
+
+def _overview(rows: Sequence[Row], order: Order, link: Callable[[str], str] | None, waiting: int = 0) -> html.Html:
+    return html.part(
+        _FOLDER.joinpath("overview.html").read_text(encoding="utf-8"),
+        rows=order.sorted(rows), columns=COLUMNS, order=order, link=link, waiting=waiting, trouble=TROUBLE,
+        ident=chart.ident, troubled=sum(bool(r.problems) for r in rows),
+    )  # fmt: skip
+
+
+def _pipeline(
+    s: Status, flow: Flow, actions: Actions | None, dead_letters: str | None, hours: int, spans: html.Html | None = None
+) -> html.Html:
+    newest = batches(s.checkpoint, _BATCHES) if s.checkpoint else []
+    return html.part(
+        _FOLDER.joinpath("page.html").read_text(encoding="utf-8"),
+        s=s, flow=flow.html(s.pipeline, s.guarantee), summary=summary(s), actions=actions, dead_letters=dead_letters,
+        rates=_rates(s, hours) if s.checkpoint else html.Html(), spans=spans or "",
+        bars=chart.batches(newest), newest=newest[-_BATCHES_LISTED:], steps=STEPS,
+        runs=[(r, _outcome(r, n == 0, s.driver)) for n, r in enumerate(reversed(s.runs[-_RUNS:]))],
+        runs_more=max(0, len(s.runs) - _RUNS), transactions=[(t, _end(s, t)) for t in s.transactions or ()],
+        watermark=_watermark(s), state=_state(s), audited=audits(s.checkpoint, _AUDITS) if s.checkpoint else [],
+        chain=chain_line, ranges_shown=_RANGES, at=html.utc, ident=chart.ident, lasted=_lasted,
+    )  # fmt: skip
+
+
+def _end(s: Status, t: Any) -> str:
+    """What an operator may do about an open transaction: "apply", "abort"; empty: its driver ends it."""
+    return "" if of_running_batch(s, t) else "apply" if t.decided else "abort"
+
+
+def _outcome(run: Run, is_newest: bool, driver: Driver) -> tuple[str, str]:
+    """How a run ended, and its class."""
+    if run.has_failed:
+        return "failed", "broken"
+    if run.ended_ms is not None:
+        return "stopped", "soft"
+    if not is_newest:
+        return "killed", "broken"
+    return {
+        Driver.RUNNING: ("running", "held"),
+        Driver.STOPPED: ("killed", "broken"),
+    }.get(driver, ("no end known", "unknown"))
+
+
+def _lasted(run: Run) -> str:
+    return "" if run.ended_ms is None else duration_text(max(0.0, (run.ended_ms - run.started_ms) / 1000))
+
+
+# Rate and lag.
+
+
+def _rates(s: Status, hours: int) -> html.Html:
+    kept = samples(s.checkpoint, _SAMPLES_MAX)
+    start_ms = s.asked_ms - hours * _HOUR_MS
+    inside = [k for k in kept if start_ms <= k.at_ms <= s.asked_ms]
+    if not inside:
+        if not kept:
+            return html.Html()
+        return html.element("p", f"No batch was planned since {html.utc(kept[-1].at_ms)} UTC.", "soft")
+    # A young pipeline fills the width, too.
+    start_ms = max(start_ms, min(inside[0].at_ms, s.asked_ms - _HOUR_MS // 12))
+    times = chart.Span(start_ms, s.asked_ms, int(_GAP_S * 1000))
+    several = len({k.source for k in inside}) > 1
+    lag, out, arrived = _series(inside, several)
+    many = len(out) > 1
+    totals = [chart.Series("in, all" if many else "in", arrived, total=True)] if arrived else []
+    return html.joined((
+        chart.lines("Lag, in offsets", lag, times),
+        chart.lines("Offsets delivered per second; and how many arrived", [*out, *totals], times, "/s"),
+    ))  # fmt: skip
+
+
+def _series(
+    inside: Sequence[Sample], several: bool
+) -> tuple[list[chart.Series], list[chart.Series], list[tuple[int, float]]]:
+    """Lag and rate of each partition, and what arrived in all."""
+    lag: dict[str, list[tuple[int, float]]] = {}
+    out: dict[str, list[tuple[int, float]]] = {}
+    arrived: list[tuple[int, float]] = []
+    for source in sorted({k.source for k in inside}):
+        own = [k for k in inside if k.source == source]
+        prefix = f"{source} " if several and source != SOURCE else ""
+        for k in own:
+            for partition, value in k.lag.items():
+                lag.setdefault(prefix + partition, []).append((k.at_ms, float(value)))
+        for before, after in pairwise(own):
+            seconds = (after.at_ms - before.at_ms) / 1000
+            if not 0 < seconds <= max(_GAP_S, 2 * SAMPLE_EVERY_S):
+                continue
+            for partition, count in after.read.items():
+                out.setdefault(prefix + partition, []).append((after.at_ms, count / seconds))
+            grown = after.read_total + after.lag_total - before.lag_total
+            arrived.append((after.at_ms, max(0.0, grown / seconds)))
+    if several:
+        arrived = []  # sources are sampled at different times: a sum would be of no moment
+    return [chart.Series(n, p) for n, p in lag.items()], [chart.Series(n, p) for n, p in out.items()], arrived
+
+
+# What Spark says of a stateful query.
+
+
+def _watermark(s: Status) -> tuple[str, str] | None:
+    """The watermark of the newest batch, and how old it is; None: the query has none."""
+    if s.batch is None or not s.checkpoint:
+        return None
+    with contextlib.suppress(DeliveredError, ValueError, TypeError):
+        found = batch_metadata(s.checkpoint, s.batch) or {}
+        at_ms = int(found.get("batchWatermarkMs", 0))
+        if at_ms > 0:
+            return html.utc(at_ms), span(max(0.0, s.asked_ms / 1000 - at_ms / 1000))
+    return None
+
+
+def _state(s: Status) -> dict[str, Any] | None:
+    kept = states(s.checkpoint, _STATES_MAX) if s.checkpoint else []
+    if not kept:
+        return None
+    last = kept[-1]
+    start_ms = max(kept[0].at_ms, s.asked_ms - 24 * _HOUR_MS)
+    times = chart.Span(start_ms, max(s.asked_ms, start_ms + 1), 24 * _HOUR_MS)
+    series = {o: [(k.at_ms, float(k.rows.get(o, 0))) for k in kept if k.at_ms >= start_ms] for o in last.rows}
+    drawn = chart.lines("Rows of state, by operator", [chart.Series(o, p) for o, p in series.items()], times)
+    rows = [(o, n, last.bytes.get(o, 0) / 1048576, sum(k.late.get(o, 0) for k in kept)) for o, n in last.rows.items()]
+    return {"rows": rows, "batch": last.batch, "chart": drawn if len(kept) > 1 else ""}
 
 
 @dataclass(frozen=True)
@@ -165,44 +369,3 @@ def chain_line(seals: SealStatus) -> list[Segment]:
         last = seals.unsealed_from + seals.unsealed_batches - 1
         segments.append(Segment("unsealed", seals.unsealed_batches, batches_text(seals.unsealed_from, last), text, new))
     return segments
-
-
-@dataclass(frozen=True)
-class Bars:
-    """A chart of batches, drawn.
-
-    Attributes:
-        parts: x, y, width, height, colour, text of each part of a bar.
-        marks: x, text of what happened at a batch: shards written again, batches that a later start finished.
-        scale: y, text of lines.
-    """
-
-    parts: tuple[tuple[float, float, float, float, str, str], ...]
-    marks: tuple[tuple[float, str], ...]
-    scale: tuple[tuple[float, str], ...]
-    width: int = _WIDTH
-    height: int = _HEIGHT
-    left: int = _LEFT
-
-
-def _bars(reports: Sequence[BatchReport]) -> Bars | None:
-    if not reports:
-        return None
-    most = max(sum(r.seconds.values()) for r in reports) or 1.0
-    room, step = _HEIGHT - _BOTTOM, (_WIDTH - _LEFT) / max(len(reports), 20)
-    parts, marks = [], []
-    for i, r in enumerate(reports):
-        x, y = _LEFT + i * step, float(room)
-        what = f"batch {r.batch}, {sum(r.records.values()):,} records, {r.bytes / 1048576:,.1f} MiB"
-        for name, colour in zip(STEPS, _COLOURS, strict=True):
-            height = r.seconds.get(name, 0.0) / most * (room - 12)
-            y -= height
-            text = f"{what}: {name} {r.seconds.get(name, 0.0) * 1000:,.0f} ms"
-            parts.append((x, y, step * 0.8, height, colour, text))
-        missing = r.batch - reports[i - 1].batch - 1 if i else 0
-        if r.rewritten or missing > 0:
-            notes = [f"batch {r.batch}: {r.rewritten} shards written again"] if r.rewritten else []
-            notes += [f"{missing} batches before {r.batch}: finished by a later start"] if missing > 0 else []
-            marks.append((x + step * 0.4, "; ".join(notes)))
-    scale = tuple((room - share * (room - 12), f"{most * share:.3g} s") for share in (0.0, 0.5, 1.0))
-    return Bars(tuple(parts), tuple(marks), scale)

@@ -13,14 +13,12 @@ from delivered.operate.pace import duration_text
 from delivered.operate.problem import Problem
 from delivered.operate.seals import seal_problems
 from delivered.operate.status import Driver, Status
+from delivered.operate.transactions import Open, is_current
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.receive import has_died
 from delivered.planner import Trigger
 
 _PARTITIONS_SHOWN = 5
-_CLOCKS_S = 5.0
-"""By which the clocks of two machines may differ. Beyond it, what is shown is wrong, and nothing else: an undecided
-transaction that is aborted is written again."""
 _STALLED_S_MIN = 15.0
 _STALLED_BATCHES = 3
 _BLOCKS_S_MIN = 15.0
@@ -36,13 +34,9 @@ def problems_of(pipeline: Definition, now: Status, reports: Sequence[BatchReport
             continue
         if t.decided and now.driver is not Driver.RUNNING:
             yield Problem.build("TRANSACTION_UNAPPLIED", id=t.id, start=start)
-        # Batches follow each other: one opened before the newest decision, which does not name it, has no batch left.
-        age, since = t.age_s, now.decided_age_s
-        stale = now.driver is not Driver.RUNNING or (since is not None and age is not None and age > since + _CLOCKS_S)
-        if not t.decided and stale:
-            yield Problem.build(
-                "TRANSACTION_ORPHANED.OPEN_FOR" if age is not None else "TRANSACTION_ORPHANED.OPEN", id=t.id, age=age
-            )
+        if not t.decided and not of_running_batch(now, t):
+            how = "TRANSACTION_ORPHANED.OPEN_FOR" if t.age_s is not None else "TRANSACTION_ORPHANED.OPEN"
+            yield Problem.build(how, id=t.id, age=t.age_s)
     yield from old_transactions(now)
     yield from blocking_transactions(now, _usual_s(reports))
     yield from receiver_problems(now)
@@ -75,6 +69,16 @@ def problems_of(pipeline: Definition, now: Status, reports: Sequence[BatchReport
     for s in now.sinks:
         if s.given_up:
             yield Problem.build("RECORDS_GIVEN_UP", sink=s.name, given_up=s.given_up)
+
+
+def of_running_batch(now: Status, t: Open) -> bool:
+    """Whether the driver that the ledger names ends this transaction itself, with the batch that it writes now."""
+    if t.hanging:
+        return False
+    if t.decided:
+        return now.driver is Driver.RUNNING and not t.old
+    lives = {Driver.RUNNING: True, Driver.ELSEWHERE: None}.get(now.driver, False)
+    return is_current(t.age_s, lives, now.decided_age_s)
 
 
 def hanging_transactions(now: Status) -> Iterator[Problem]:

@@ -1,25 +1,27 @@
-"""The page, served: it loads itself again, and its buttons end transactions as `delivered transactions` does.
+"""The pages, served: they load themselves again, and their forms do what `delivered transactions` and `delivered
+dead-letters` do, with the same refusals.
 
-Every request must carry a token, unless the page is served without one on a loopback address. A browser brings it once,
-as `?token=`, and has it in a cookie from then on: it is in no page, and in no address that is kept. On a loopback
+Every request must carry a token, unless the pages are served without one on a loopback address. A browser brings it
+once, as `?token=`, and has it in a cookie from then on: it is in no page, and in no address that is kept. On a loopback
 address only requests for this machine's own names are answered, so that no other site can point its name here (DNS
-rebinding), and a button works only from the page itself.
+rebinding). A form works only where it is allowed (`actions`), by POST, from a page of this server, which carries the
+server's secret.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
+from urllib.parse import parse_qs
 
 from delivered.model.errors import DeliveredError, MissingExtra, UsageError
+from delivered.model.limits import DEAD_LETTERS_MAX
 from delivered.operate.asking import look
-from delivered.operate.page import look_with_flow, page
-from delivered.operate.transactions import end_transaction
-from delivered.pipeline.definition import Definition
+from delivered.operate.pages import SETTLES, Pages, Refusal
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle, Transport
@@ -30,9 +32,10 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
-REFRESH_S = 5.0
 HEADERS_TIMEOUT_S = 10.0
 """A client that has not sent a complete request by then is disconnected."""
+BODY_TIMEOUT_S = 10.0
+BODY_BYTES_MAX = 1 << 20
 TOKEN_LENGTH_MIN = 16
 _COOKIE = "delivered_token"
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
@@ -52,6 +55,7 @@ def application(
     token: str | None = None,
     address: str = LOCAL[0],
     hosts: Sequence[str] = (),
+    actions: bool | None = None,
     verified: Callable[[], str] | None = None,
 ) -> Starlette:
     """An ASGI application.
@@ -59,8 +63,10 @@ def application(
     Args:
         paths: pipeline files.
         token: that requests must carry, as `?token=`, a cookie, or `Authorization: Bearer`.
-        address: that the page is served on.
-        hosts: names besides it by which the page is reached: of a proxy that keeps the request's host.
+        address: that the pages are served on.
+        hosts: names besides it by which they are reached: of a proxy that keeps the request's host.
+        actions: whether the pages have forms that end transactions and settle dead letters; None: if only this machine
+            reaches them.
         verified: the page of the verifier's results, as HTML.
 
     Raises:
@@ -79,9 +85,7 @@ def application(
     except ImportError:
         raise MissingExtra("ui") from None
 
-    def address_of(number: int, transaction: str, apply: bool) -> str:
-        return f"/end/{number}/{'apply' if apply else 'abort'}/{quote(transaction, safe='')}"
-
+    pages = Pages(paths, address in LOCAL and not hosts if actions is None else actions, verified is not None)
     known_hosts = {name.lower() for name in (*LOCAL, address, *hosts)} if address in LOCAL or hosts else None
 
     def is_right(presented: str | None) -> bool:
@@ -106,69 +110,125 @@ def application(
             return page_again
         return PlainTextResponse("A token is needed: ?token=..., or Authorization: Bearer.\n", 401)
 
-    def is_own(request: Request) -> bool:
-        """Whether our page, or a client that has the token, made a request that changes something."""
+    async def form_of(request: Request) -> dict[str, list[str]]:
+        """What a form sent, if it may do anything.
+
+        Raises:
+            Refusal: it may not.
+        """
+        if not pages.has_actions:
+            raise Refusal(403, "Nothing can be changed here: delivered ui --actions, or use the command line.")
         sites, origins = request.headers.getlist("sec-fetch-site"), request.headers.getlist("origin")
         host = request.headers.get("host")
-        if any(site != "same-origin" for site in sites):
-            return False
-        if any(origin not in (f"http://{host}", f"https://{host}") for origin in origins):
-            return False
-        return bool(sites or origins) or is_right(bearer(request))
+        foreign = any(site != "same-origin" for site in sites)
+        foreign = foreign or any(origin not in (f"http://{host}", f"https://{host}") for origin in origins)
+        if foreign:
+            raise Refusal(403, "The request came from another page.")
+        form = _parsed(await _body(request))
+        if is_right(bearer(request)):
+            return form
+        if not (sites or origins):
+            raise Refusal(403, "The request came from no page, and without the token.")
+        (csrf,) = form.get("csrf", [""])[:1]
+        if not hmac.compare_digest(csrf.encode(), pages.csrf.encode()):
+            raise Refusal(403, "The page is of another start of the server: load it again.")
+        return form
 
     def answering(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            response = refused(request) or await handler(request)
+            try:
+                response = refused(request) or await handler(request)
+            except Refusal as refusal:
+                response = PlainTextResponse(f"{refusal}\n", refusal.status)
             response.headers.update(_HEADERS)
             return response
 
         return answer
 
-    def render(paused: bool) -> str:
-        return page(
-            look_with_flow(paths),
-            refresh_s=None if paused else REFRESH_S,
-            action=address_of,
-            links=(
-                ("go on", "/") if paused else ("pause", "/?paused"),
-                *((("verified", "/verified"),) if verified else ()),
-            ),
-        )
-
     async def index(request: Request) -> Response:
-        return HTMLResponse(await run_in_threadpool(render, "paused" in request.query_params))
+        asked = request.query_params
+        return HTMLResponse(await run_in_threadpool(pages.overview, asked.get("sort"), "paused" in asked))
+
+    async def one(request: Request) -> Response:
+        path, asked = pages.find(request.path_params["name"]), request.query_params
+        return HTMLResponse(await run_in_threadpool(pages.pipeline, path, asked.get("hours"), "paused" in asked))
+
+    async def letters(request: Request) -> Response:
+        path = pages.find(request.path_params["name"])
+        try:
+            return HTMLResponse(await run_in_threadpool(pages.dead_letters, path, "settled" in request.query_params))
+        except DeliveredError as error:
+            return HTMLResponse(pages.failed(error, path), 409)
+
+    async def settle(request: Request) -> Response:
+        form = await form_of(request)
+        path, how = pages.find(request.path_params["name"]), request.path_params["how"]
+        if how not in SETTLES:
+            raise Refusal(404, f"There is no such action: POST .../dead-letters/{'|'.join(SETTLES)}.")
+        try:
+            done = await run_in_threadpool(pages.settle, path, how, form)
+        except DeliveredError as error:
+            return HTMLResponse(pages.failed(error, path), 409)
+        return RedirectResponse(pages.address_of(path), 303) if done is None else HTMLResponse(done)
+
+    async def end(request: Request) -> Response:
+        await form_of(request)
+        path, how = pages.numbered(request.path_params["file"]), request.path_params["how"]
+        if how not in ("apply", "abort") or not request.path_params["id"]:
+            raise Refusal(404, "There is no such action: POST /end/FILE/apply|abort/TRANSACTION.")
+        try:
+            after = await run_in_threadpool(pages.end, path, request.path_params["id"], how == "apply")
+        except DeliveredError as error:
+            return HTMLResponse(pages.failed(error, path), 409)
+        return RedirectResponse(after, 303)
 
     async def matrix(_request: Request) -> Response:
         if verified is None:
-            return PlainTextResponse("No results: delivered ui --verified build/verify.json", 404)
+            raise Refusal(404, "No results: delivered ui --verified build/verify.json")
         return HTMLResponse(await run_in_threadpool(verified))
 
-    async def status(_request: Request) -> Response:
+    async def status_json(_request: Request) -> Response:
         return JSONResponse([s.to_json() for s in await run_in_threadpool(look, paths)])
-
-    async def end(request: Request) -> Response:
-        if not is_own(request):
-            return PlainTextResponse("The request came from another page, and without the token.\n", 403)
-        files, how = {str(n): path for n, path in enumerate(paths)}, request.path_params["how"]
-        path = files.get(request.path_params["file"])
-        if how not in ("apply", "abort") or path is None or not request.path_params["id"]:
-            return PlainTextResponse("There is no such action: POST /end/FILE/apply|abort/TRANSACTION.\n", 404)
-        apply = how == "apply"
-        try:
-            pipeline = Definition.from_file(path)
-            await run_in_threadpool(end_transaction, pipeline, request.path_params["id"], commit=apply)
-        except DeliveredError as error:
-            return PlainTextResponse(f"{error}\n", 409)
-        return RedirectResponse("/", 303)
 
     return Starlette(
         routes=[
             Route("/", answering(index)),
+            Route("/pipelines/{name}", answering(one)),
+            Route("/pipelines/{name}/dead-letters", answering(letters)),
+            Route("/pipelines/{name}/dead-letters/{how}", answering(settle), methods=["POST"]),
             Route("/verified", answering(matrix)),
-            Route("/status.json", answering(status)),
+            Route("/status.json", answering(status_json)),
             Route("/end/{file}/{how}/{id:path}", answering(end), methods=["POST"]),
         ]
     )
+
+
+async def _body(request: Request) -> bytes:
+    """
+    Raises:
+        Refusal: it is too long, or does not arrive.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > BODY_BYTES_MAX:
+                    raise Refusal(413, f"A form has at most {BODY_BYTES_MAX:,} bytes.")
+    except TimeoutError:
+        raise Refusal(408, f"The form did not arrive within {BODY_TIMEOUT_S:g} s.") from None
+    return bytes(body)
+
+
+def _parsed(body: bytes) -> dict[str, list[str]]:
+    """
+    Raises:
+        Refusal: it is no form.
+    """
+    try:
+        return parse_qs(body.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=DEAD_LETTERS_MAX)
+    except ValueError:
+        raise Refusal(400, "That is no form.") from None
 
 
 def serve(
@@ -178,6 +238,7 @@ def serve(
     address: str = LOCAL[0],
     token: str | None = None,
     hosts: Sequence[str] = (),
+    actions: bool | None = None,
     verified: Callable[[], str] | None = None,
 ) -> None:
     """Until a signal ends the process.
@@ -185,7 +246,7 @@ def serve(
     Raises:
         UsageError, MissingExtra: as `application`.
     """
-    app = application(paths, token=token, address=address, hosts=hosts, verified=verified)
+    app = application(paths, token=token, address=address, hosts=hosts, actions=actions, verified=verified)
     try:
         import uvicorn
     except ImportError:

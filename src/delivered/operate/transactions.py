@@ -3,6 +3,7 @@ holds transactions open."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any
 from delivered.checkpoint.folder import logged
 from delivered.contract.sink import Committer, OpenTransaction
 from delivered.engine.context import open_shared_ledger
+from delivered.engine.owner import running
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
@@ -47,6 +49,24 @@ class Open:
         return {**self.__dict__, "targets": list(self.targets), "old": self.old}
 
 
+_CLOCKS_S = 5.0
+"""By which the clocks of two machines may differ. Beyond it, what is shown is wrong, and nothing else: an undecided
+transaction that is aborted is written again."""
+
+
+def is_current(age_s: float | None, lives: bool | None, decided_age_s: float | None) -> bool:
+    """Whether an undecided transaction may be of the batch that a driver writes now. Batches follow each other: one
+    opened before the newest decision, which does not name it, has no batch left.
+
+    Args:
+        lives: the driver's process; None: it is on another machine.
+        decided_age_s: seconds since the newest decision; None: there is none.
+    """
+    if lives is False:
+        return False
+    return age_s is None or decided_age_s is None or age_s <= decided_age_s + _CLOCKS_S
+
+
 def open_transactions(pipeline: Definition) -> list[Open]:
     """This pipeline's open transactions at its sinks, oldest first per sink. Claims nothing and fences nobody.
 
@@ -68,7 +88,7 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
     """Commit or abort one by hand.
 
     Raises:
-        Refused: the ledger contradicts, and `force` is not set.
+        Refused: the ledger contradicts, or it is of the batch that a driver writes now, and `force` is not set.
         UsageError: no such transaction.
         OutcomeUnknown: the server did not confirm the outcome.
     """
@@ -80,6 +100,8 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
         decided = _is_decided(handle, state)
         if decided != commit and not force:
             raise _against_the_ledger(transaction, commit)
+        if not decided and not commit and not force:
+            _refuse_current(handle, state)
         match committer.end_by_id(transaction, commit):
             case Ok():
                 return
@@ -88,6 +110,17 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
             case Unknown(reason):
                 raise OutcomeUnknown("TRANSACTION_UNKNOWN", transaction=transaction, reason=reason)
     raise UsageError("TRANSACTION_NOT_OPEN.PIPELINE", pipeline=pipeline.name, transaction=transaction)
+
+
+def _refuse_current(transaction: OpenTransaction, state: LedgerState) -> None:
+    owner, last = state.owner, state.last
+    if owner is None or transaction.end_lost:
+        return
+    decided_age_s = None if last is None else max(0.0, time.time() - last.decided_at_ms / 1000)
+    if is_current(transaction.age_s(), running(owner), decided_age_s):
+        raise Refused(
+            "TRANSACTION_CURRENT", transaction=transaction.transactional_id, process=owner.process, host=owner.host
+        )
 
 
 def _against_the_ledger(transaction: str, commit: bool) -> Refused:

@@ -1,4 +1,5 @@
-"""Keeps when a query of this process started, when it ended, and why, in its checkpoint (`checkpoint/runs.py`)."""
+"""Keeps when a query of this process started, when it ended, and why, in its checkpoint (`checkpoint/runs.py`);
+meanwhile, how much state it has."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from delivered.checkpoint import runs
 from delivered.checkpoint.folder import logged
+from delivered.checkpoint.history import SAMPLE_EVERY_S, States
 from delivered.model.errors import DeliveredError
 from delivered.model.translate import cause_of, translated
 from delivered.spark.internals import hide_lost_accumulators, is_connect, started_jvm
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
+_STATE_EVERY_S = int(SAMPLE_EVERY_S)
 _EXIT_S = 1.0
 _AT_EXIT_S = 3.0
 
@@ -64,9 +67,11 @@ def record(location: str, query: StreamingQuery, jvm: Jvm) -> None:
     runs.keep(location, run)
 
     def wait() -> None:
-        error = None
+        error, states = None, States(location)
         try:
-            query.awaitTermination()
+            while not query.awaitTermination(_STATE_EVERY_S):
+                with contextlib.suppress(Exception):  # whether the query has ended is asked above
+                    states.keep(query.lastProgress)
         except Exception as failure:
             error = translated(failure) or jvm.death() or DeliveredError("QUERY_FAILED.RAN", cause=cause_of(failure))
         batch = None
