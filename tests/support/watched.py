@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,8 @@ import pyarrow as pa
 
 
 def clean(rows):
-    numbers = [int(v) if {lenient} or v.isdigit() else 1 / 0 for v in rows.column("value").to_pylist()]
-    return pa.record_batch({{"key": rows.column("key"), "value": pa.array([b"%d" % n for n in numbers], pa.binary())}})
+    numbers = [int(v) if v.isdigit() else 1 / 0 for v in rows.column("value").to_pylist()]
+    return pa.record_batch({"key": rows.column("key"), "value": pa.array([b"%d" % n for n in numbers], pa.binary())})
 """
 
 
@@ -55,7 +58,7 @@ def sent(file: Path, values: Iterable[bytes]) -> None:
 
 def with_dead_letters(folder: Path, name: str, values: Iterable[bytes]) -> Path:
     """Of values that are no numbers. Its transform is in `clean_<name>.py`, which `mended` changes."""
-    (folder / f"clean_{name}.py").write_text(CLEAN.format(lenient=False))
+    (folder / f"clean_{name}.py").write_text(CLEAN)
     path = str(folder / name / "dead.db")
     more: dict[str, Any] = {
         "guarantee": "at_least_once",  # two SQLite sinks cannot share a decision
@@ -130,3 +133,31 @@ def checkpoint(file: Path) -> str:
 
 def now_ms() -> int:
     return time.time_ns() // 1_000_000
+
+
+def mended(folder: Path, name: str) -> None:
+    """The transform of `with_dead_letters` takes what is no number for 0. Its module gets another name: this
+    process keeps what it imported."""
+    (folder / f"mended_{name}.py").write_text(CLEAN.replace("1 / 0", "0"))
+    file = folder / f"{name}.yaml"
+    file.write_text(file.read_text().replace(f"clean_{name}:", f"mended_{name}:"))
+
+
+def deliver_and_end(file: Path) -> None:
+    """Deliver what is there, by a driver that has ended afterwards."""
+    code = (
+        "import sys; from delivered import Pipeline; from tests.support.without_spark import deliver; deliver(Pipeline"
+    )
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", f"{code}.from_file(sys.argv[1]))", str(file)]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": root}, check=True)
+
+
+@contextmanager
+def importable(folder: Path) -> Iterator[None]:
+    """What is in this folder can be imported."""
+    sys.path.insert(0, str(folder.resolve()))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder.resolve()))

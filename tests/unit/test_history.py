@@ -57,3 +57,13 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     history.add(str(tmp_path), report(0))
     history.add("s3://bucket/x?endpoint_override=127.0.0.1:9&scheme=http&region=x", report(0))
     assert history.batches(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 16])
+def test_a_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(history, "_BLOCK_BYTES", block)
+    path = tmp_path / "lines"
+    for text in ("", "\n", "1", "1\n", "12\n345\n\nü6\n", "12\n345"):
+        path.write_text(text)
+        assert [b.decode() for b in history._backwards(path) if b] == [x for x in text.split("\n") if x][::-1]
+    assert list(history._backwards(tmp_path / "none")) == []

@@ -27,8 +27,9 @@ from delivered.contract.source import DedupWindow
 from delivered.engine.owner import _at
 from delivered.model.work import BatchReport, Owner
 from delivered.operate.asking import status
+from delivered.operate.flow import Flow
 from delivered.operate.metrics import serving, text
-from delivered.operate.page import Flow, page
+from delivered.operate.page import Actions, Frame, page, pipeline_page
 from delivered.operate.rules import hanging_transactions, old_transactions, receiver_problems
 from delivered.operate.status import Driver, Status
 from delivered.operate.transactions import Open
@@ -288,7 +289,7 @@ def test_the_served_page_asks_for_its_token_and_refuses_other_pages(tmp_path: Pa
     open_to_all = TestClient(application([file]), base_url="http://127.0.0.1")
     assert "orders" in open_to_all.get("/").text
     assert open_to_all.get("/status.json").json()[0]["batch"] == 0
-    client = TestClient(application([file], token=SECRET, address="0.0.0.0"))
+    client = TestClient(application([file], token=SECRET, address="0.0.0.0", actions=True))
     assert client.get("/").status_code == client.post("/end/0/abort/x").status_code == 401
     bearer = {"Authorization": f"Bearer {SECRET}"}
     assert client.get("/", headers=bearer).status_code == 200
@@ -385,10 +386,12 @@ def test_a_button_works_from_the_page_alone(origin: Any, tmp_path: Path) -> None
 
     from delivered.operate.server import application
 
-    client = TestClient(application([written(tmp_path)]), base_url="http://127.0.0.1")
-    assert client.post("/end/0/abort/x", headers=origin).status_code == 403
+    made = application([written(tmp_path)])
+    client, form = TestClient(made, base_url="http://127.0.0.1"), {"csrf": made.state.csrf}
+    assert client.post("/end/0/abort/x", headers=origin, data=form).status_code == 403
     for own in ({"Origin": "http://127.0.0.1"}, {"Sec-Fetch-Site": "same-origin"}):
-        assert client.post("/end/0/abort/x", headers=own).status_code == 409, "no such transaction"
+        assert client.post("/end/0/abort/x", headers=own, data=form).status_code == 409, "no such transaction"
+        assert client.post("/end/0/abort/x", headers=own).status_code == 403, "without the secret of the page"
 
 
 @pytest.mark.parametrize(
@@ -409,8 +412,9 @@ def test_an_action_that_does_not_exist_ends_nothing(path: str, tmp_path: Path) -
 
     from delivered.operate.server import application
 
-    client = TestClient(application([written(tmp_path)]), base_url="http://127.0.0.1")
-    assert client.post(path, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 404
+    made = application([written(tmp_path)])
+    client, form = TestClient(made, base_url="http://127.0.0.1"), {"csrf": made.state.csrf}
+    assert client.post(path, headers={"Sec-Fetch-Site": "same-origin"}, data=form).status_code == 404
 
 
 def test_a_client_that_does_not_finish_its_request_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,11 +461,20 @@ def test_alerts_and_dashboard_use_metrics_that_exist() -> None:
         assert used and used <= known, (file, used - known)
 
 
-def test_each_button_ends_a_transaction_of_its_own_pipeline() -> None:
-    def holding(name: str, transaction: str, decided: bool) -> Status:
-        return Status(name, "exactly_once", "", transactions=(Open(transaction, "prepared", 1.0, decided, ("t",)),))
+def test_each_button_ends_a_transaction_that_no_driver_will() -> None:
+    def holding(driver: Driver, transaction: str, decided: bool, age_s: float = 1.0) -> str:
+        now_ms = time.time_ns() // 1_000_000
+        open_ = Open(transaction, "prepared", age_s, decided, ("t",))
+        s = Status("a", "exactly_once", "", driver, decided_at_ms=now_ms - 10_000, transactions=(open_,))
+        actions = Actions("secret", lambda id_, apply: f"/{id_}/{apply}")
+        return pipeline_page(s, Flow(), frame=Frame(), actions=actions)
 
-    found = [(holding("a", "t/1", False), Flow()), (holding("b", "t/2", True), Flow())]
-    shown = page(found, action=lambda number, id_, apply: f"/{number}/{id_}/{apply}")
-    assert 'action="/0/t/1/False"><button aria-label="abort t/1">abort' in shown
-    assert 'action="/1/t/2/True"><button aria-label="apply t/2">apply' in shown
+    shown = holding(Driver.STOPPED, "t/1", False)
+    assert 'action="/t/1/False"><input type="hidden" name="csrf" value="secret">' in shown
+    assert '<button aria-label="abort t/1">abort' in shown
+    assert '<button aria-label="apply t/2">apply' in holding(Driver.STOPPED, "t/2", True)
+    for driver in (Driver.RUNNING, Driver.ELSEWHERE):
+        shown = holding(driver, "t/1", False)
+        assert "<button" not in shown and "of the running batch" in shown
+        assert "abort</button>" in holding(driver, "t/1", False, age_s=60.0), "older than the newest decision"
+    assert "<button" not in holding(Driver.RUNNING, "t/2", True), "the driver applies it"

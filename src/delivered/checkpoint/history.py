@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ STATES = "delivered/state.jsonl"
 SAMPLE_EVERY_S = 5.0
 BYTES_MAX = 1 << 20
 """Of a file; then it becomes `<file>.1`, in place of the one before. About 4,000 batches each."""
+_BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -242,15 +244,28 @@ def _lines(location: str, name: str, newest: int) -> list[dict[str, Any]]:
 
 
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return
-    for line in reversed(text.splitlines()):
+    for line in _backwards(path):
         try:
             yield json.loads(line)
         except ValueError:  # a crash tore it
             continue
+
+
+def _backwards(path: Path) -> Iterator[bytes]:
+    """The lines of a file, from its end: a status wants the newest few of a large one."""
+    try:
+        with path.open("rb") as file:
+            left, rest = file.seek(0, os.SEEK_END), b""
+            while left:
+                size = min(_BLOCK_BYTES, left)
+                left -= size
+                file.seek(left)
+                first, *lines = (file.read(size) + rest).split(b"\n")
+                yield from reversed(lines)
+                rest = first
+            yield rest
+    except OSError:
+        return
 
 
 def _path(location: str, name: str) -> Path | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from statistics import median
+from statistics import median_low
 
 from delivered import html
 from delivered.model.identity import batches_text
@@ -47,7 +47,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Span:
-    """Of time, in milliseconds since 1970. Two points that are further apart than `gap_ms` are not joined."""
+    """Of time, in milliseconds since 1970. Two points that are further apart than `gap_ms` are not joined, unless the
+    width of a chart does not show it."""
 
     start_ms: int
     end_ms: int
@@ -85,7 +86,7 @@ def batches(reports: Sequence[BatchReport]) -> html.Html:
     if not reports:
         return html.Html()
     took = [sum(r.seconds.values()) for r in reports]
-    limit = _OUTLIER * median(took)
+    limit = _OUTLIER * median_low(took)
     is_cut = max(took) > limit > 0
     top = nice(max(t for t in took if t <= limit) if is_cut else max(took))
     step = _W / max(len(reports), _BARS_MIN)
@@ -185,8 +186,9 @@ def _thinned(points: Sequence[tuple[int, float]], span: Span) -> list[tuple[int,
 
 def _path(points: Sequence[tuple[int, float]], span: Span, top: float) -> Iterator[str]:
     before: int | None = None
+    gap_ms = max(span.gap_ms, 2.5 * (span.end_ms - span.start_ms) / POINTS_MAX)
     for at, value in points:
-        joined = before is not None and at - before <= span.gap_ms
+        joined = before is not None and at - before <= gap_ms
         x, y = span.x(at), _H - min(value / top, 1.0) * _H
         yield f"L{x:.1f} {y:.2f}" if joined else f"M{x:.1f} {y:.2f}h.1"
         before = at

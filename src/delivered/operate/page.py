@@ -41,7 +41,7 @@ _HOUR_MS = 3_600_000
 _GAP_S = 30.0
 """Without a sample, beyond which no line is drawn: no batch was planned."""
 _RECORD_LENGTH_MAX = 2_000
-HOURS = (1, 6, 24, 168)
+HOURS = (1, 6, 24)
 """That the charts of a page can show."""
 
 
@@ -134,11 +134,7 @@ def pipeline_page(
     head = html.element("p", s.guarantee, "made")
     spans = html.Html()
     if link is not None:
-        names = [f"{h} h" if h < 48 else f"{h // 24} d" for h in HOURS]
-        choices = [
-            html.element("b", name) if h == hours else _link(name, link(h))
-            for name, h in zip(names, HOURS, strict=True)
-        ]
+        choices = [html.element("b", f"{h} h") if h == hours else _link(f"{h} h", link(h)) for h in HOURS]
         spans = html.element("p", html.joined(("Rate and lag of the last ", *_apart(choices))), "legend")
     return _page(s.pipeline, html.joined((head, _pipeline(s, flow, actions, dead_letters, hours, spans))), frame)
 

@@ -190,7 +190,7 @@ def application(
     async def status_json(_request: Request) -> Response:
         return JSONResponse([s.to_json() for s in await run_in_threadpool(look, paths)])
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", answering(index)),
             Route("/pipelines/{name}", answering(one)),
@@ -201,6 +201,8 @@ def application(
             Route("/end/{file}/{how}/{id:path}", answering(end), methods=["POST"]),
         ]
     )
+    app.state.csrf = pages.csrf
+    return app
 
 
 async def _body(request: Request) -> bytes:
