@@ -72,6 +72,9 @@ def test_an_undecided_transaction_is_listed_not_applied_and_aborted(rig: Rig, tm
     assert code == 2
     assert "DELIVERED_TRANSACTION_UNDECIDED" in said
     code, said = _call("abort", str(file), one["id"])
+    assert code == 2
+    assert "DELIVERED_TRANSACTION_CURRENT" in said, "its driver, this process, may be writing it"
+    code, said = _call("abort", str(file), one["id"], "--force")
     assert code == 0, said
     assert _open(file) == []
     assert rig.visible() == []

@@ -73,8 +73,11 @@ def test_undecided_is_listed_not_applied_and_aborted(rig: Rig, file: Path, monke
     code, said = call("apply", str(file), found[0]["id"])
     assert code == 2
     assert "DELIVERED_TRANSACTION_UNDECIDED" in said
+    code, said = call("abort", str(file), found[0]["id"])
+    assert code == 2
+    assert "DELIVERED_TRANSACTION_CURRENT" in said, "its driver, this process, may be writing it"
     for one in found:
-        assert call("abort", str(file), one["id"])[0] == 0
+        assert call("abort", str(file), one["id"], "--force")[0] == 0
     assert listed(file) == []
     assert rig.visible() == Fingerprint()
 

@@ -387,12 +387,11 @@ def test_500_pipelines_and_100_000_batches(tmp_path: Path, capsys: pytest.Captur
 
     import psutil
 
-    files = []
-    for n in range(500):
-        file = written(tmp_path, f"p{n:03}")
-        sent(file, [b"1"])
+    source = {"format": "log", "path": str(tmp_path / "p000" / "in"), "startingOffsets": "earliest"}
+    files = [written(tmp_path, f"p{n:03}", source=source) for n in range(500)]
+    sent(files[0], [b"1"])
+    for file in files[:20]:
         deliver(Pipeline.from_file(file))
-        files.append(file)
     for batch in range(100_000):
         seconds = dict.fromkeys(("plan", "stage", "prepare", "decide", "apply"), 0.1)
         history.add(checkpoint(files[0]), BatchReport(batch, batch, {"rows": 9}, 1, 0, seconds, 9))
