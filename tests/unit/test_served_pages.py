@@ -7,7 +7,8 @@ import re
 import socket
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import psutil
 import pytest
 import uvicorn
 from rich.console import Console
@@ -92,6 +94,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         orders = with_dead_letters(folder, "orders", [b"1", b"two", b"3", EVIL.encode(), b"five"])
         with served(folder, [written(folder, "never"), orders]) as one:
             yield one
+
+
+def until(fact: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not fact():
+        assert time.monotonic() < deadline
 
 
 class _Parts(HTMLParser):
@@ -373,20 +381,15 @@ def test_pipelines_that_do_not_answer_hide_no_others(tmp_path: Path) -> None:
         with served(tmp_path, files) as site:
             waiting = re.findall(r", (\d+) not answered yet", site.ask("/")[1])
             assert waiting and int(waiting[0]) >= 4
-            page = site.ask("/pipelines/there")[1]
-            assert "never started" in page, "it is asked before those that wait"
-            while "not answered yet" in (page := site.ask("/")[1]):
-                pass
+            until(lambda: "never started" in site.ask("/pipelines/there")[1])
+            until(lambda: "not answered yet" not in site.ask("/")[1])
+            page = site.ask("/")[1]
             assert page.count("<tbody") == 13 and page.count("DELIVERED_") >= 12
 
 
 @pytest.mark.matrix
 def test_500_pipelines_and_100_000_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bounded in what is read and drawn; how long it takes is printed."""
-    import time
-
-    import psutil
-
     source = {"format": "log", "path": str(tmp_path / "p000" / "in"), "startingOffsets": "earliest"}
     files = [written(tmp_path, f"p{n:03}", source=source) for n in range(500)]
     sent(files[0], [b"1"])
@@ -409,9 +412,7 @@ def test_500_pipelines_and_100_000_batches(tmp_path: Path, capsys: pytest.Captur
                 waiting = re.findall(r", (\d+) not answered yet", page)
                 figures[-1] += f", {waiting[0] if waiting else 0} not answered yet"
                 assert page.count("<tbody") + int(waiting[0] if waiting else 0) == 500
-        deadline = time.monotonic() + 300
-        while "not answered yet" in site.ask("/")[1]:
-            assert time.monotonic() < deadline
+        until(lambda: "not answered yet" not in site.ask("/")[1])
         figures.append(f"all answered; {own.memory_info().rss / 1048576:,.0f} MiB resident")
     with capsys.disabled():
         print("\n" + "\n".join(figures))
