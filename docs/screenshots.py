@@ -4,6 +4,7 @@ beside them. And of a pipeline whose seals tell what happened to its records."""
 from __future__ import annotations
 
 import os
+import re
 import socket
 import tempfile
 import threading
@@ -119,6 +120,11 @@ def sealed(folder: Path) -> str:
     return page([(shown, flow_of(pipeline))])
 
 
+def is_private(text: str, host: str, folder: str) -> bool:
+    """Whether a page names this machine or a folder of it."""
+    return folder in text or re.search(rf"\bon {re.escape(host)}\b", text) is not None
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, browser() as chromium:
         text = sealed(Path(folder))
@@ -134,6 +140,8 @@ def main() -> None:
                 for kind, (scheme, width) in KINDS.items():
                     tab = chromium.new_page(viewport={"width": width, "height": 400}, color_scheme=scheme)
                     tab.goto(address + path)
+                    if is_private(tab.content(), socket.gethostname(), folder):
+                        raise SystemExit(f"{path} names this machine or {folder}")
                     tab.screenshot(path=DOCS / f"{name}{kind}.png", full_page=True)
 
 
