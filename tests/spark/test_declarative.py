@@ -74,12 +74,14 @@ def test_the_example_is_exact_after_a_kill(kafka: Kafka, project: Path) -> None:
     """Then it is audited, with all its records."""
     source, sink = written(kafka, project)
     produce(kafka.bootstrap, source, ((f"k{i}".encode(), str(i).encode()) for i in range(RECORDS)))
-    with (project / "output").open("wb") as output:
+    with (project / "output").open("wb") as file:
         done = supervisor.run(
-            [*map(str, RUN)], "commit.decide:after@batch=1", project / "hits", timeout_s=400, output=output
+            [*map(str, RUN)], "commit.decide:after@batch=1", project / "hits", timeout_s=400, output=file
         )
-    assert done.exit_code == 0, (project / "output").read_text()[-4000:]
+    output = (project / "output").read_text()
+    assert done.exit_code == 0, output[-4000:]
     assert len(done.kills) == 1
+    assert "ATTEMPT_ANALYSIS_IN_PIPELINE_QUERY_FUNCTION" not in output, "an error for each source that is defined"
     expected = Counter((f"k{i}".encode(), str(i).encode()) for i in range(RECORDS))
     found = Counter((m.key(), m.value()) for m in read_committed(kafka.bootstrap, sink))
     assert found == expected

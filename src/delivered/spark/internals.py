@@ -350,11 +350,26 @@ def sql_error(error: Exception) -> SqlError:
 @_touches("ATTEMPT_ANALYSIS_IN_PIPELINE_QUERY_FUNCTION", "spark-pipelines cannot read our formats")
 def analyse(frame: Any) -> None:
     """Resolve a frame now, so that option errors are raised; not in a pipeline's flow, which Spark resolves later."""
+    if _defines_flow(frame):
+        return
     try:
         _ = frame.schema
     except import_module("pyspark.errors").AnalysisException as error:
         if "ATTEMPT_ANALYSIS_IN_PIPELINE_QUERY_FUNCTION" not in str(error):
             raise
+
+
+@_touches("SparkConnectClient.thread_local.user_context_extensions", "spark-pipelines logs an error for each source")
+def _defines_flow(frame: Any) -> bool:
+    """Whether this thread runs the function of a flow: for a frame that is resolved there, the server logs an error."""
+    client = getattr(frame.sparkSession, "client", None)
+    held = getattr(getattr(client, "thread_local", None), "user_context_extensions", ())
+    contexts = [context for _, context in held if context.type_url.endswith(".PipelineAnalysisContext")]
+    if not contexts:
+        return False
+    proto = import_module("pyspark.sql.connect.proto")
+    found = proto.PipelineAnalysisContext()
+    return any(context.Unpack(found) and found.flow_name for context in contexts)
 
 
 # Queries.

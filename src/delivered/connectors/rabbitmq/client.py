@@ -126,7 +126,8 @@ def explained(error: Exception, options: Place) -> DeliveredError:
     if (refused := _certificate_error(error)) is not None:
         return options.untrusted(f"amqps://{options.place}", refused)
     kinds = pika().exceptions
-    detail = str(error) or type(error).__name__
+    cause = error.args[-1] if error.args else None  # of a connection that was refused, whose own text is empty
+    detail = str(error) or str(getattr(cause, "exception", cause) or type(error).__name__)
     if isinstance(error, kinds.ProbableAuthenticationError | kinds.AuthenticationError):
         return Refused("RABBITMQ_CREDENTIALS", place=options.place, detail=detail)
     code = getattr(error, "reply_code", None)
