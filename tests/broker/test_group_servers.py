@@ -63,6 +63,7 @@ class World:
         ids = {"key": [f"id-{i}".encode() for i in range(RECORDS)], "value": [b"v" * (i % 7) for i in range(RECORDS)]}
         append(str(log), pa.table(ids), partition_by=2)
         self.topic, self.table = self.kafka.topic(3), self.postgres.table(COLUMNS)
+        self.topic_pulsar = "" if self.pulsar is None else self.pulsar.topic(2)
         # Servers are shared: a new checkpoint of a pipeline that wrote there before would be refused.
         self.pipeline = f"group-{self.table}"
         for named in self.group:
@@ -74,7 +75,6 @@ class World:
                 "delta": {"path": str(self.folder / "table")},
             }
             if self.pulsar is not None:
-                self.topic_pulsar = self.pulsar.topic(2)
                 options["pulsar"] = {**self.pulsar.options, "topic": self.topic_pulsar}
             self.sinks.append({"name": system, "format": system, "options": options[system]})
 

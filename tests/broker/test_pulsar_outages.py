@@ -17,9 +17,7 @@ import pytest
 from tests.broker.send_help import rows
 from tests.support.pulsar import native, sink, with_coordinators
 from tests.support.servers import Pulsar, paused
-from tests.support.two_pulsars import two_pulsars
 
-from delivered.clients.pulsar.transactions import COORDINATORS
 from delivered.connectors.log import append
 from delivered.crash import CRASH, CRASH_DIR
 from delivered.model.identity import Scope
@@ -66,6 +64,13 @@ def killed(pulsar: Pulsar, go_on: Callable[[], None]) -> None:
     pulsar.broker.restart()
 
 
+def unloaded(pulsar: Pulsar, go_on: Callable[[], None]) -> None:
+    """As when topics and coordinators move to another broker: producers are closed, and what is loaded is forgotten."""
+    for namespace in ("pulsar/system", "public/default"):
+        pulsar.admin("PUT", f"namespaces/{namespace}/unload")
+    go_on()
+
+
 def paused_for_a_moment(pulsar: Pulsar, go_on: Callable[[], None]) -> None:
     """Until it has been asked for something."""
     with paused(pulsar):
@@ -82,28 +87,11 @@ def paused_past_the_timeout(pulsar: Pulsar, go_on: Callable[[], None]) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("harm", [killed, paused_for_a_moment, paused_past_the_timeout])
+@pytest.mark.parametrize("harm", [killed, unloaded, paused_for_a_moment, paused_past_the_timeout])
 def test_a_broker_that_fails_at_each_step(new_pulsar: Callable[..., Pulsar], tmp_path: Path, harm: Harm) -> None:
     pulsar = new_pulsar()
     with_coordinators(pulsar, 16)
     goes_on(pulsar, tmp_path, lambda go_on: harm(pulsar, go_on))
-
-
-@pytest.mark.matrix
-def test_one_of_two_brokers_is_killed_at_each_step(
-    new_pulsar: Callable[..., Pulsar], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Its coordinators and topics move to the other one. Each time both had some of them."""
-    with two_pulsars(new_pulsar, monkeypatch) as both:
-        with_coordinators(both.first, 16)
-
-        def harm(go_on: Callable[[], None]) -> None:
-            both.share(f"{COORDINATORS}-partition-{n}" for n in range(16))
-            both.kill_second()
-            go_on()
-            both.start_second()
-
-        goes_on(both.first, tmp_path, harm)
 
 
 def goes_on(pulsar: Pulsar, tmp_path: Path, harm: Callable[[Callable[[], None]], None]) -> None:
