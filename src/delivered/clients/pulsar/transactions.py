@@ -13,7 +13,7 @@ from delivered.clients.pulsar.commands import ABORT, COMMIT, Error, NoAnswer, Re
 from delivered.clients.pulsar.connection import Connection
 from delivered.model.work import Failed, Ok, Outcome, Unknown
 
-_COORDINATORS = "persistent://pulsar/system/transaction_coordinator_assign"
+COORDINATORS = "persistent://pulsar/system/transaction_coordinator_assign"
 _PAUSE_S = 0.1
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Coordinators:
         """Raises NoAnswer, Rejected: NOT_ALLOWED if there are none."""
         if not self._count:
             try:
-                self._count = self._cluster.partitions(_COORDINATORS, deadline)
+                self._count = self._cluster.partitions(COORDINATORS, deadline)
             except Rejected as error:
                 if error.code != Error.TOPIC_NOT_FOUND:  # where transactions are off, nothing creates it
                     raise
@@ -134,7 +134,7 @@ class Coordinators:
         known = self._joined.get(coordinator)
         if known is not None and known.usable:
             return known
-        connection = self._cluster.serving(f"{_COORDINATORS}-partition-{coordinator}", deadline, again=True)
+        connection = self._cluster.serving(f"{COORDINATORS}-partition-{coordinator}", deadline, again=True)
         connection.ask("join_coordinator", deadline, tc_id=coordinator)
         self._joined[coordinator] = connection
         return connection
