@@ -156,7 +156,7 @@ class Job:
             done = logged(self._folder)
             for task in psutil.Process(self._host.pid).children(recursive=True) if self._host else []:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if task.pid in halted or task.name() in (TASKS, "plan"):  # as Spark 3.5 names its daemon
+                    if task.pid in halted or task.name() == TASKS:
                         task.kill()
             _until(lambda: logged(self._folder) > done, process)  # or the job failed
         else:

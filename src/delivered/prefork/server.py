@@ -7,7 +7,8 @@ streams over a local socket, and stays until the forked process ends, with its e
 any other. If anything fails before the fork, the launcher starts an ordinary interpreter.
 
 The command line of a forked process is the server's; its name, as `ps -o comm` and `top` show it, is that of its work:
-"tasks" if its last argument is TASK_MODULE, else "plan". Workers of tasks have the name of their daemon.
+"tasks" if its last argument is TASK_MODULE or, as in Spark 3.5, a daemon's module, else "plan". Workers of tasks have
+the name of their daemon.
 
     python -m delivered.prefork.server SOCKET TASK_MODULE MODULE...     imports the modules; serves until its standard
                                                                         input is closed
@@ -202,7 +203,7 @@ class Server:
             if entry and entry not in sys.path:
                 sys.path.insert(0, entry)
         module = arguments[1]
-        _name_process(TASKS if arguments[-1] == self._task_module else "plan")
+        _name_process(TASKS if arguments[-1] == self._task_module or arguments[-1].endswith(".daemon") else "plan")
         sys.argv = [module, *arguments[2:]]
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -41,6 +41,8 @@ CLASSIC_FRAME = "pyspark.sql.classic.dataframe" if VERSION >= (4, 0) else "pyspa
 ADMITS = VERSION >= (4, 2)
 """Spark asks a stream with its start and a limit, and runs available-now in several batches."""
 LOCAL_SOCKETS = VERSION >= (4, 1)
+VALID_TEXT = "make_valid_utf8({})" if VERSION >= (4, 0) else "decode(cast({} as binary), 'UTF-8')"
+"""SQL: a string whose bytes may be any, as UTF-8."""
 READS_ONCE = VERSION >= (4, 1)
 """A DataFrame over a batch source asks for its offsets at its first action alone."""
 

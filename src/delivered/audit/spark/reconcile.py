@@ -30,6 +30,7 @@ from delivered.audit.places import ROW_BITS, Places
 from delivered.audit.spark.slices import Mapper, SliceRows
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
 from delivered.model.ranges import fitted
+from delivered.spark.compat import VALID_TEXT
 from delivered.spark.internals import from_arrow, to_arrow
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def hashed(
         F.col(_LOW).alias("low"),
         F.col(_HIGH).alias("high"),
         F.when(key.isNotNull(), F.xxhash64(key)).alias("key_hash"),
-        F.substring(F.expr(f"make_valid_utf8(cast(({key_sql}) as string))"), 1, SHOWN_LENGTH).alias("shown")
+        F.substring(F.expr(VALID_TEXT.format(f"cast(({key_sql}) as string)")), 1, SHOWN_LENGTH).alias("shown")
         if key_sql
         else key.alias("shown"),
         at.cast("long").alias("at"),
