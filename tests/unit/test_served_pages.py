@@ -199,7 +199,7 @@ def test_dead_letters_are_read_retried_and_dropped(site: Site) -> None:
     code, _, headers = site.ask(where + "/read", form)
     assert (code, headers["location"]) == (303, "/pipelines/orders")
     assert "1 new" in site.ask("/pipelines/orders")[1], "what came after the page was made is not read"
-    site.ask(where + "/read", form | {"seen": "99 dead"})
+    site.ask(where + "/read", form | {"seen": ["99 dead", "9" * 5000 + " dead"]})
     pipeline = Pipeline.from_file(file)
     assert status(pipeline).new_dead_letters["dead"] == NewDeadLetters(
         0, status(pipeline).new_dead_letters["dead"].since_ms
@@ -326,7 +326,7 @@ def test_a_gap_is_no_line_a_peak_stays_and_a_chart_is_bounded() -> None:
     assert drawn.count("<path") == chart.SERIES_MAX and "993 others, at most 992" in drawn and "p999" in drawn
     spike = [chart.Series("in", [(n, 10.0) for n in range(100)] + [(100, 5000.0)])]
     drawn = chart.lines("Rate", spike, chart.Span(0, 100, 10))
-    assert "5,000</span>" in drawn and ">20</span>" in drawn.replace("16", "20"), "cut off, with its value"
+    assert "5,000</span>" in drawn and ">16</span>" in drawn, "cut off, with its value"
 
 
 @pytest.mark.parametrize(

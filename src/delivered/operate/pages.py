@@ -27,6 +27,7 @@ REFRESH_S = 5.0
 SETTLES = ("read", "retry", "drop")
 """What can be done with dead letters."""
 _LETTERS_SHOWN = 200
+_COUNT_LENGTH_MAX = 18
 
 
 class Refusal(Exception):
@@ -130,9 +131,11 @@ class Pages:
 
     def end(self, path: Path, transaction: str, apply: bool) -> str:
         """The address of the page that shows what became of it."""
-        with self._acting[path]:
-            end_transaction(Definition.from_file(path), transaction, commit=apply)
-        self._asked.forget(path)
+        try:
+            with self._acting[path]:
+                end_transaction(Definition.from_file(path), transaction, commit=apply)
+        finally:  # its outcome may be unknown
+            self._asked.forget(path)
         return self.address_of(path)
 
     def settle(self, path: Path, how: str, form: dict[str, list[str]]) -> str | None:
@@ -141,10 +144,12 @@ class Pages:
         ids, every = form.get("id", []), form.get("which") == ["all"]
         if how != "read" and (bool(ids) == every or (every and how == "drop")):
             raise Refusal(400, "Choose the dead letters: nothing was done.")
-        with self._acting[path]:
-            _look_at(pipeline, form.get("seen", []))
-            done = None if how == "read" else (retry if how == "retry" else drop)(pipeline, ids or None)
-        self._asked.forget(path)
+        try:
+            with self._acting[path]:
+                _look_at(pipeline, form.get("seen", []))
+                done = None if how == "read" else (retry if how == "retry" else drop)(pipeline, ids or None)
+        finally:
+            self._asked.forget(path)
         if done is None:
             return None
         lines = done.lines("retried" if how == "retry" else "dropped", f"{here}/dead-letters")
@@ -191,7 +196,8 @@ def _keeps_dead_letters(pipeline: Definition) -> bool:
 
 def _look_at(pipeline: Definition, seen: Sequence[str]) -> None:
     """Remember what a page showed: "12 sink", each; no more than there are."""
-    counts = {name: int(count) for count, _, name in (s.partition(" ") for s in seen) if count.isdecimal()}
+    parts = (s.partition(" ") for s in seen)
+    counts = {name: int(count) for count, _, name in parts if count.isdecimal() and len(count) <= _COUNT_LENGTH_MAX}
     if counts:
         sinks = status(pipeline).sinks
         looked_at(pipeline.checkpoint, [_seen(s, counts[s.name]) for s in sinks if s.name in counts])
