@@ -271,7 +271,7 @@ class Pipeline(Definition):
             since: continue from the seal before this batch.
             from_now: compare nothing, and seal everything up to now as never audited.
             keys: compare only a share of the keys: "1/1000", another one each time; "7/1000" or "#1/1000", this one.
-                Not sealed.
+                Its seal is of that share.
             every: audit all sinks again and again, at this interval, on a thread of this process, until the result's
                 `stop()`: "15 min". An audit starts while the query is not behind, and never at once with another one.
             share: of the time that these audits may take: "10 %".
@@ -285,9 +285,15 @@ class Pipeline(Definition):
         if every is not None:
             spark = spark() if callable(spark) else spark
             return self.auditing(spark, Cadence.parse(every, share), None if sink is None else [sink]).start()
-        part = sink_from is not None or keys is not None
-        how = sealing(full=full, since=since, from_now=from_now, sink_from=part, recompute=recompute)
         shared = None if keys is None else KeyShare.parse(keys)
+        how = sealing(
+            full=full,
+            since=since,
+            from_now=from_now,
+            sink_from=sink_from is not None,
+            keys=shared is not None,
+            recompute=recompute,
+        )
         report = self._audited(spark, sink, samples_max, sink_from, progress, recompute, how, shared)
         self._keep(report)
         return report

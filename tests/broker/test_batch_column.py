@@ -57,13 +57,14 @@ class TableOrders(Orders):
 
     server: Any = None
     name: str = field(default_factory=lambda: f"orders{next(_names)}")
+    columns: dict[str, str] = field(default_factory=lambda: {"batchColumn": "batch"})
 
     def __post_init__(self) -> None:
         self.table = self.server.table(None)
 
     def pipeline(self, **changes: Any) -> Pipeline:
         connect = delivered.postgres if self.server.system == "postgres" else delivered.mysql
-        options = {"ifNotExists": True, "batchColumn": "batch"}
+        options = {"ifNotExists": True, **self.columns}
         return Pipeline(
             **changes,
             name=self.name,
@@ -328,3 +329,82 @@ def test_the_plan_recommends_the_column_for_large_tables(postgres: Any, monkeypa
     (finding,) = postgres.sink(table).preflight(Guarantee.EXACTLY_ONCE)
     assert finding.code == "AUDIT_SCANS" and "batchColumn" in str(finding.next_step)
     assert list(postgres.sink(table, batchColumn="batch").preflight(Guarantee.EXACTLY_ONCE)) == []
+
+
+@pytest.mark.matrix
+def test_sealed_rows_that_change_and_an_emptied_table(orders: TableOrders) -> None:
+    orders.run(2)
+    assert orders.audit().verdict is Verdict.HELD
+    orders.execute("UPDATE {t} SET value = 'x' WHERE value = '5'")
+    orders.run()
+    changed = orders.audit()
+    assert (changed.verdict, changed.counts) == (Verdict.UNKNOWN, clean(ROWS)), changed
+    assert any("batches 0 to 1: " in text and "some are others" in text for text in changed.unknowns), changed.unknowns
+    orders.execute("TRUNCATE TABLE {t}")
+    orders.run()
+    emptied = orders.audit()
+    assert (emptied.verdict, emptied.counts) == (Verdict.UNKNOWN, clean(ROWS)), emptied
+    assert all(any(f"batch {n}: {ROWS} of {ROWS} rows were deleted" in t for t in emptied.unknowns) for n in range(3))
+    full = orders.audit(full=True)
+    assert full.counts == Counts(4 * ROWS, ROWS, lost=3 * ROWS), full
+
+
+@pytest.mark.matrix
+def test_rows_that_move_between_batches(orders: TableOrders) -> None:
+    """Out of a sealed batch, into a new one, and to no batch."""
+    orders.run(2)
+    assert orders.audit().verdict is Verdict.HELD
+    orders.run()
+    orders.execute("UPDATE {t} SET batch = 2 WHERE value = '5'")
+    moved = orders.audit()
+    assert moved.verdict in (Verdict.UNKNOWN, Verdict.BROKEN)
+    assert moved.counts.delivered == ROWS + 1, "a row that is read again"
+    assert any("1 of " in text and "deleted" in text for text in moved.unknowns), moved.unknowns
+    orders.run()
+    orders.execute(f"UPDATE {{t}} SET batch = NULL WHERE value = '{3 * ROWS}'")
+    assert orders.audit().counts == clean(ROWS), "rows without a number are read too"
+
+
+def test_a_number_of_a_batch_that_never_started(orders: TableOrders) -> None:
+    """No audit would read such a row: batches between are read, and later ones once they are decided."""
+    orders.run(2)
+    orders.execute("INSERT INTO {t} SELECT * FROM {t} WHERE value = '5'")
+    orders.execute("UPDATE {t} SET batch = 9 WHERE value = '5'")
+    report = orders.audit()
+    assert report.verdict is Verdict.UNKNOWN and "BATCH_COLUMN" in report.unknowns[0], report
+    assert "has the number 9" in report.unknowns[0] and "is 1" in report.unknowns[0]
+    assert orders.seals() == []
+    orders.execute("UPDATE {t} SET batch = NULL WHERE batch = 9")
+    assert orders.audit().counts == Counts(2 * ROWS, 2 * ROWS + 1, duplicated=1)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("server", ON_POSTGRES, indirect=True)
+def test_a_sealed_table_that_gets_the_column_later(orders: TableOrders) -> None:
+    """Positions by transactions are continued by numbers."""
+    orders.columns = {}
+    orders.run(2)
+    assert orders.audit().verdict is Verdict.HELD
+    orders.execute("ALTER TABLE {t} ADD COLUMN batch bigint")
+    orders.execute("CREATE INDEX ON {t} (batch)")
+    orders.columns = {"batchColumn": "batch"}
+    orders.run(2)
+    orders.copy(3 * ROWS + 1)
+    added = orders.audit()
+    assert added.counts == Counts(2 * ROWS, 2 * ROWS + 1, duplicated=1), added
+    orders.run()
+    assert orders.audit().counts == clean(ROWS)
+    assert orders.numbers() == [2, 3, 4, None]
+
+
+def test_the_sink_creates_the_column_with_an_index(server: Any) -> None:
+    sink = server.sink(server.table(None), ifNotExists="true", batchColumn="batch")
+    Rig(sink).run(0)
+    assert list(sink.preflight(Guarantee.EXACTLY_ONCE)) == []
+    by = (
+        "indexdef FROM pg_indexes WHERE tablename"
+        if server.system == "postgres"
+        else ("column_name FROM information_schema.statistics WHERE table_name")
+    )
+    name = sink.options.table_text.rpartition(".")[2].strip('`"')
+    assert any("batch" in str(row[0]) for row in server.execute(f"SELECT {by} = '{name}'"))

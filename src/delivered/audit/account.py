@@ -206,8 +206,9 @@ def account(request: AuditRequest, comparing: Comparing, say: Progress) -> Audit
         if error.code != NOT_READABLE:
             raise
         return report_of_ledger(request, ledger, reason(error))
-    if seals is None:
-        return _compare(request, scope, scan, Cut(ledger), Start(), comparing, say)[0]
+    if seals is None or request.keys is not None:
+        report, compared, _ = _compare(request, scope, scan, Cut(ledger), Start(), comparing, say)
+        return report if seals is None or compared is None else seals.seal_share(report, ledger, compared.start)
     start = seals.start(scan, ledger)
     if start.unread:
         return seals.from_now(scan, start)

@@ -192,6 +192,8 @@ def continuable(seals: Iterable[Seal]) -> list[Seal]:
     """
     found: list[Seal] = []
     for seal in seals:
+        if seal.keys is not None:
+            continue
         if seal.state is not State.HELD:
             found = [s for s in found if s.last < seal.first]
         if is_placed(seal):
@@ -389,6 +391,45 @@ def audited(
         auditor=by.name,
     )
     return _ended(seal, cut, chain.base)
+
+
+def shared(
+    chain: Chain, scope: Scope, start: str, ledger: LedgerAccount, report: AuditReport, transform: str, by: Auditor
+) -> Seal:
+    """The seal of a share of the keys, of all batches. It says nothing of positions in the sink.
+
+    Args:
+        chain: `base` is the newest seal of all keys.
+        start: of batch 0, in the source.
+        report: with `keys`.
+    """
+    visible, own = ledger.visible, chain.own(scope)
+    if visible is None or report.keys is None:
+        raise ValueError("no batch is visible, or all keys were compared")
+    return Seal(
+        scope=scope,
+        number=chain.next,
+        before=chain.digest,
+        first=0,
+        last=visible.batch,
+        start=start,
+        end=visible.offsets,
+        verdict=report.verdict,
+        sums=Sums(report.counts),
+        total=own.total if own is not None else Sums(),
+        account=Account(visible.total, visible.given_up),
+        settled=-1,
+        settled_end=start,
+        breaches=tuple(report.breaches),
+        unknowns=report.unknowns,
+        notes=report.notes,
+        unproved=own.unproved_until if own is not None else (),
+        transform=transform,
+        sealed_at_ms=by.now_ms,
+        auditor=by.name,
+        keys=report.keys.to_json(),
+        full=-1 if chain.base is None else chain.base.number,
+    )
 
 
 def _ended(seal: Seal, cut: Cut, base: Seal | None) -> Seal:

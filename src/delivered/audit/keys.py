@@ -58,7 +58,7 @@ class KeyShare:
 
         Args:
             audits: earlier ones, oldest first, as `checkpoint.history` keeps them.
-            seed: chooses the first one: audits whose history is not kept compare shares at random.
+            seed: chooses the first one: audits that are neither recorded nor sealed compare shares at random.
         """
         if self.number:
             return self
@@ -111,6 +111,14 @@ class KeyCheck:
             "selected": self.selected,
             "probability_found": {str(n): round(p, 9) for n, p in self.probabilities.items()},
         }
+
+
+def found_by(keys: Mapping[str, Any]) -> str:
+    """What a seal of a share says of it, for display. Args: keys: as `KeyCheck.to_json`."""
+    chance = _percent(KeyShare(keys["share"], keys["of"]).found(1))
+    return (
+        f"{keys['compared']:,} keys compared; a single wrong key would have been found with a probability of {chance}"
+    )
 
 
 def _percent(probability: float) -> str:

@@ -25,7 +25,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import batches_text
 
 ALONE_MAX = 20
-"""Of a range that differs, so many seals are compared one by one."""
+"""Of a range that differs, so many seals are compared one by one; and so many of shares of the keys are named."""
 
 
 class Again(StrEnum):
@@ -132,12 +132,27 @@ def recheck(
             continue
         say(f"comparing {batches_text(group.seals[0].first, group.seals[-1].last)} once more")
         found += _compare_all(request, comparing, group)
-    return found
+    return found + _of_shares(seals, wanted)
 
 
 def not_compared(seals: Sequence[Seal], wanted: Callable[[Seal], bool], why: str) -> list[Rechecked]:
     """If a pipeline's records cannot be accounted for one by one."""
-    return [group.found(Again.NOT_COMPARED, why) for group in _groups(seals, wanted)]
+    return [group.found(Again.NOT_COMPARED, why) for group in _groups(seals, wanted)] + _of_shares(seals, wanted)
+
+
+def _of_shares(seals: Sequence[Seal], wanted: Callable[[Seal], bool]) -> list[Rechecked]:
+    """The newest seals of shares of the keys: comparing one again is an audit of its share."""
+    shares = [seal for seal in seals if seal.keys is not None and wanted(seal)][-ALONE_MAX:]
+    return [
+        Rechecked(
+            Again.NOT_COMPARED,
+            (seal.number, seal.number),
+            (seal.first, seal.last),
+            f"{seal.share}: delivered audit --keys '#{seal.keys['share']}/{seal.keys['of']}'",
+        )
+        for seal in shares
+        if seal.keys is not None
+    ]
 
 
 def _why_not(seal: Seal, request: AuditRequest) -> str | None:

@@ -65,11 +65,13 @@ def sealing(
     since: int | None = None,
     from_now: bool = False,
     sink_from: bool = False,
+    keys: bool = False,
     recompute: bool = False,
 ) -> Sealing | None:
     """
     Args:
-        sink_from: the audit compares a part of the sink that the user names, or a share of its keys: it seals nothing.
+        sink_from: the audit compares a part of the sink that the user names: it seals nothing.
+        keys: it compares a share of the keys, and continues nothing.
         recompute: it recomputes all batches.
 
     Raises:
@@ -77,13 +79,13 @@ def sealing(
     """
     options = {"full": full, "since": since is not None, "from_now": from_now}
     chosen = [name for name, given in options.items() if given]
-    if (sink_from or recompute) and chosen:
+    if (sink_from or keys or recompute) and chosen:
         raise UsageError("AUDIT_CONTINUES.PART", options=", ".join(chosen))
     if len(chosen) > 1:
         raise UsageError("AUDIT_CONTINUES.SEVERAL", options=", ".join(chosen))
     if since is not None and since < 0:
         raise UsageError("AUDIT_CONTINUES.SINCE", since=since)
-    return None if sink_from else Sealing(full or recompute, since, from_now)
+    return None if sink_from else Sealing(full or (recompute and not keys), since, from_now)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class AuditRequest:
         recompute: compare with the transform over the complete range as one batch; None: account for every record.
         decided_by: the sinks among which its batches are decided. None: it decides itself.
         sealing: continue from the last seal, and add one. None: read everything, and seal nothing.
-        keys: compare only the rows of this share of the keys; None: all.
+        keys: compare only the rows of this share of the keys, and seal that; None: all.
     """
 
     pipeline: str

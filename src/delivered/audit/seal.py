@@ -7,6 +7,9 @@ checkpoints of its pipeline; sums begin anew with each checkpoint, as the ledger
 Where batches meet sink positions, an audit of a running pipeline cannot cut sharply. So a seal says two things of the
 position where it stopped reading the sink: all rows of batches up to `settled` lie before it, and all rows of batches
 after `last` at or behind it. Rows of the batches in between, which are sealed, may be found again by the next audit.
+
+A seal of a share of the keys is of all batches, but of these keys alone. It is a link of the chain, and nothing else:
+audits continue from the newest seal of all keys, and ranges of batches consist of those.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ from delivered.model.work import Account, check_format
 
 UNPROVED_MAX = 20
 
-SEAL_FORMAT = 1
-"""Version of the fields. Seals of a later version are refused, as other durable records are."""
+SEAL_FORMAT = 2
+"""Version of the fields. Seals of a later version are refused, as other durable records are. 2: of a share of the keys,
+which version 1 would take for one of all keys."""
+_OF_ALL_KEYS = 1
 
 _PLAIN = {"int": int, "str": str, "bool": bool}
 
@@ -103,6 +108,8 @@ class Seal:
         transform: fingerprint of the transform that the batches were recomputed with; empty: unknown.
         sealed_at_ms: by the auditor's clock, for display; it orders nothing.
         auditor: name and version of the program.
+        keys: the share of the keys that was compared, as `KeyCheck.to_json`; None: all keys.
+        full: with `keys`, the number of the newest seal of all keys before it; -1: there is none.
     """
 
     scope: Scope
@@ -130,18 +137,21 @@ class Seal:
     transform: str = ""
     sealed_at_ms: int = 0
     auditor: str = ""
+    keys: Mapping[str, Any] | None = None
+    full: int = -1
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a later version of the same format, kept so that the text stays as it was."""
 
     @property
     def text(self) -> str:
         """Canonical: what is stored, and hashed."""
+        without = ("scope", "extra", *(("keys", "full") if self.keys is None else ()))
         data: dict[str, Any] = {
-            "format": SEAL_FORMAT,
+            "format": _OF_ALL_KEYS if self.keys is None else SEAL_FORMAT,
             "pipeline": self.scope.pipeline,
             "sink": self.scope.sink,
             "incarnation": self.scope.incarnation,
-            **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("scope", "extra")},
+            **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in without},
             "verdict": self.verdict.value,
             "sums": self.sums.to_json(),
             "total": self.total.to_json(),
@@ -163,9 +173,14 @@ class Seal:
         return State(self.verdict.value) if self.audited else State.NEVER_AUDITED
 
     @property
+    def share(self) -> str:
+        """For display: "share 7 of 1,000 of the keys"; empty: it is of all keys."""
+        return "" if self.keys is None else f"share {self.keys['share']:,} of {self.keys['of']:,} of the keys"
+
+    @property
     def unproved_until(self) -> tuple[Mapping[str, Any], ...]:
         """`unproved`, and its own range if its guarantee is not known to hold: what the seal that continues it says."""
-        if self.state is State.HELD:
+        if self.state is State.HELD or self.keys is not None:
             return self.unproved
         own = {
             "state": self.state.value,
@@ -201,6 +216,8 @@ class Seal:
             raise TypeError(wrong)
         own |= {"verdict": Verdict(own["verdict"]), "account": Account.from_json(own["account"])}
         own |= {name: Sums.from_json(own[name]) for name in ("sums", "total")}
+        if (keys := own.get("keys")) is not None and not all(type(keys[name]) is int for name in ("share", "of")):
+            raise TypeError(f"keys is {keys!r}")
         return cls(scope=scope, **own, extra=data)
 
 
@@ -235,34 +252,49 @@ def chain_faults(texts: Iterable[str]) -> Iterator[str]:
 def checked(texts: Iterable[str]) -> Iterator[tuple[Seal | None, list[str]]]:
     """Each seal of a chain, None for what is none, and where the chain does not hold there (`chain_faults`)."""
     before: tuple[Seal, str] | None = None
+    full: Seal | None = None
     ends: dict[int, Seal] = {}
     for at, text in enumerate(texts):
         try:
             seal = Seal.parse(text)
         except ValueError as error:
-            before, ends = None, {}
+            before, full, ends = None, None, {}
             yield None, [f"the seal at place {at} cannot be read: {error}"]
             continue
         faults = [] if seal.text == text else [f"seal {seal.number} is not stored as it was written"]
         if before is not None:
-            faults += _link_faults(*before, seal, ends)
-            if before[0].scope.incarnation != seal.scope.incarnation:
-                ends = {}
+            faults += _link_faults(*before, seal)
         elif seal.number == 0 and seal.before:
             faults.append("seal 0 names a seal before it")
-        before, ends[seal.last] = (seal, digest_of(text)), seal
+        before = (seal, digest_of(text))
+        if seal.keys is not None:
+            if full is not None and seal.full != full.number:
+                faults.append(
+                    f"seal {seal.number} names seal {seal.full} as the last one of all keys: {full.number} is"
+                )
+            yield seal, faults
+            continue
+        if full is not None:
+            faults += _range_faults(full, seal, ends)
+            if full.scope.incarnation != seal.scope.incarnation:
+                ends = {}
+        full, ends[seal.last] = seal, seal
         yield seal, faults
 
 
-def _link_faults(last: Seal, digest: str, seal: Seal, ends: Mapping[int, Seal]) -> Iterator[str]:
-    """
-    Args:
-        ends: the seals of the last one's checkpoint that are known, by their last batch.
-    """
+def _link_faults(last: Seal, digest: str, seal: Seal) -> Iterator[str]:
     if seal.number != last.number + 1:
         yield f"seal {seal.number} follows seal {last.number}"
     elif seal.before != digest:
         yield f"seal {last.number} has changed since seal {seal.number} was made: its hash is another one"
+
+
+def _range_faults(last: Seal, seal: Seal, ends: Mapping[int, Seal]) -> Iterator[str]:
+    """
+    Args:
+        last: the newest one of all keys before it.
+        ends: the seals of its checkpoint that are known, by their last batch.
+    """
     if seal.scope.incarnation != last.scope.incarnation:
         if seal.first != 0:
             yield f"seal {seal.number} is the first of its checkpoint, and starts with batch {seal.first}"

@@ -70,10 +70,11 @@ class Sealed:
 
     Attributes:
         ranges: oldest first; of batches that were compared several times, by the newest seal.
-        last: the newest seal; None: the sink was never sealed.
-        digest: its hash, as the next seal will name it.
+        last: the newest seal of all keys; None: there is none.
+        digest: its hash.
         faults: where the chain does not hold (`chain_faults`).
         superseded: ranges whose batches were compared again later, as they were sealed then.
+        shares: the seals of shares of the keys, oldest first. They prove nothing of other keys, and are in no range.
     """
 
     ranges: tuple[SealedRange, ...] = ()
@@ -81,6 +82,14 @@ class Sealed:
     digest: str = ""
     faults: tuple[str, ...] = ()
     superseded: tuple[SealedRange, ...] = ()
+    shares: tuple[Seal, ...] = ()
+
+    @property
+    def broken_shares(self) -> tuple[Seal, ...]:
+        """Of the shares that no later audit compared again."""
+        newest = {(s.scope, s.keys["share"], s.keys["of"]): s for s in self.shares if s.keys is not None}
+        after = -1 if self.last is None else self.last.number
+        return tuple(s for s in newest.values() if s.state is State.BROKEN and s.number > after)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -114,8 +123,22 @@ class Sealed:
             },
             "ranges": [r.to_json() for r in self.ranges],
             "superseded": [r.to_json() for r in self.superseded],
+            "shares": [_share_json(seal) for seal in self.shares],
             "faults": list(self.faults),
         }
+
+
+def _share_json(seal: Seal) -> dict[str, Any]:
+    return {
+        **(seal.keys or {}),
+        "seal": seal.number,
+        "incarnation": seal.scope.incarnation,
+        "batches": [seal.first, seal.last],
+        "state": seal.state.value,
+        "counts": asdict(seal.sums.counts),
+        "reasons": list((*seal.breaches, *seal.unknowns)[:REASONS_MAX]),
+        "sealed_at_ms": seal.sealed_at_ms,
+    }
 
 
 def read_sealed(texts: Iterable[str]) -> Sealed:
@@ -135,18 +158,19 @@ def read_sealed(texts: Iterable[str]) -> Sealed:
         faults += found
         if seal is not None:
             seals.append(seal)
-            digest = digest_of(text)
+            digest = digest_of(text) if seal.keys is None else digest
     kept = current(seals)
     numbers = {seal.number for seal in kept}
-    others = [seal for seal in seals if seal.number not in numbers]
-    return Sealed(_ranges(kept), seals[-1] if seals else None, digest, tuple(faults), _ranges(others))
+    others = [seal for seal in seals if seal.keys is None and seal.number not in numbers]
+    shares = tuple(seal for seal in seals if seal.keys is not None)
+    return Sealed(_ranges(kept), kept[-1] if kept else None, digest, tuple(faults), _ranges(others), shares)
 
 
 def current(seals: Sequence[Seal]) -> list[Seal]:
-    """The newest seal and those that it continues, of each checkpoint: without those whose batches were compared again
-    later."""
+    """The newest seal of all keys and those that it continues, of each checkpoint: without those whose batches were
+    compared again later."""
     kept: list[Seal] = []
-    for seal in reversed(seals):
+    for seal in reversed([seal for seal in seals if seal.keys is None]):
         if not kept or kept[-1].scope != seal.scope or seal.last < kept[-1].first:
             kept.append(seal)
     return kept[::-1]

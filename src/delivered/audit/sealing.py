@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
+from typing import Any
 
 from delivered.audit.continuation import (
     EXPIRED_IN_SINK,
@@ -25,6 +26,7 @@ from delivered.audit.continuation import (
     is_placed,
     never_audited,
     replaced_checkpoint,
+    shared,
     unaudited_by,
 )
 from delivered.audit.evidence import LedgerAccount, read_ledger
@@ -33,7 +35,7 @@ from delivered.audit.report import AuditReport, Continuation
 from delivered.audit.request import AuditRequest, Positions, Sealing, SourceSet, as_text, parsed
 from delivered.audit.seal import Seal, chain_faults, digest_of, stored_seal
 from delivered.checkpoint.folder import read_view
-from delivered.checkpoint.history import last_audits
+from delivered.checkpoint.history import last_seal
 from delivered.checkpoint.sidecar import kept_first, stream_driver
 from delivered.contract.sink import BoundedScan, Changes
 from delivered.contract.source import Offsets
@@ -48,6 +50,8 @@ from delivered.model.work import Account, Failed, Ok, Unknown
 _CUT_TRIES = 3
 _CUT_WAIT_S = 5.0
 """How long a batch in flight is waited for, under a guarantee that lets its rows show before its decision."""
+_SHARES_READ = 200
+"""Newest seals in which the share of the keys is found that was compared last."""
 _NO_ORDER = "its rows have no order that lasts"
 
 
@@ -227,6 +231,28 @@ class Seals:
         compared = Compared(0, as_text(begin), Account(), Result(report.counts))
         return self.seal(report, compared, cut, start)
 
+    def seal_share(self, report: AuditReport, ledger: LedgerAccount, begin: str) -> AuditReport:
+        """The report on a share of the keys, sealed.
+
+        Args:
+            begin: where batch 0 starts in the source.
+        """
+        visible = ledger.visible
+        if visible is None:
+            return report
+        with self._ledger() as seals:
+            chain = self._chain(seals, ledger)
+        seal = shared(chain, self._scope, begin, ledger, report, self._request.transform_version, self._auditor())
+        return self._added(report, Start(), visible.batch, [seal])
+
+    def shares(self) -> list[Mapping[str, Any]]:
+        """The newest seals of shares of the keys, oldest first, as `KeyShare.after` takes them."""
+        with self._ledger() as ledger:
+            text = ledger.last_seal(self._sink)
+            first = 0 if text is None else max(0, self._parsed(text).number + 1 - _SHARES_READ)
+            seals = [self._parsed(text) for text in ledger.seals(self._sink, first)]
+        return [{"sink": self._sink, "keys": seal.keys} for seal in seals if seal.keys is not None]
+
     def _with_replaced(self, start: Start) -> tuple[Chain, list[Seal]]:
         if start.replaced is None:
             return start.chain, []
@@ -278,7 +304,7 @@ class Seals:
 
     def _chain(self, ledger: Ledger, account: LedgerAccount) -> Chain:
         text = ledger.last_seal(self._sink)
-        recorded = last_audits(self._request.checkpoint).get(self._sink, {}).get("seal")
+        recorded = last_seal(self._request.checkpoint, self._sink)
         if text is None:
             if recorded is not None:
                 self._check_recorded(recorded, -1, "")
@@ -287,19 +313,22 @@ class Seals:
         if self._how.full:
             return Chain(len(list(ledger.seals(self._sink))), digest)
         last = self._parsed(text)
-        faults = list(chain_faults(ledger.seals(self._sink, max(0, last.number - 1))))
+        full = last.number if last.keys is None else last.full
+        texts = list(ledger.seals(self._sink, max(0, full - 1)))
+        faults = list(chain_faults(texts))
         if faults:
             raise DeliveredError("AUDIT_SEAL.CHANGED", sink=self._sink, faults="; ".join(faults))
         if recorded is not None:
             self._check_recorded(recorded, last.number, digest)
         since = self._how.since
         if since is None:
-            return Chain(last.number + 1, digest, last)
+            base = next((s for s in map(self._parsed, reversed(texts)) if s.keys is None), None)
+            return Chain(last.number + 1, digest, base)
         newest = -1 if account.visible is None else account.visible.batch
         if since > newest:
             raise DeliveredError("AUDIT_SEAL.SINCE", since=since, sink=self._sink, batch=newest)
-        base = [s for s in self._continuable(ledger.seals(self._sink)) if s.last < since]
-        return Chain(last.number + 1, digest, base[-1] if base else None)
+        own = [s for s in self._continuable(ledger.seals(self._sink)) if s.last < since]
+        return Chain(last.number + 1, digest, own[-1] if own else None)
 
     def _readable_base(self, ledger: Ledger, account: LedgerAccount) -> Seal | None:
         """Of an audit that reads everything: the oldest seal behind which the sources still have all records; None:
@@ -347,9 +376,18 @@ class Seals:
         seal: Seal | None = base
         while seal is not None and is_behind(seal):
             found.insert(0, seal)
-            texts = ledger.seals(self._sink, seal.number - 1) if seal.number else ()
-            seal = next((self._parsed(t) for t in texts), None)
+            seal = self._before(ledger, seal)
         return found
+
+    def _before(self, ledger: Ledger, seal: Seal) -> Seal | None:
+        """The seal of all keys before this one."""
+        number = seal.number - 1
+        while number >= 0 and (text := next(iter(ledger.seals(self._sink, number)), None)) is not None:
+            before = self._parsed(text)
+            if before.keys is None:
+                return before
+            number = before.full
+        return None
 
     def _changes(self, scan: BoundedScan, base: Seal) -> Changes:
         if base.sink_end is None:

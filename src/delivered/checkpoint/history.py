@@ -218,12 +218,15 @@ def last_audits(location: str) -> dict[str, dict[str, Any]]:
     """The last audit of each sink. One that held and compared a share of the keys says nothing of the others."""
     found: dict[str, dict[str, Any]] = {}
     for audit in audits(location):
-        if "keys" not in audit:
+        if "keys" not in audit or audit["verdict"] != "held":
             found[audit["sink"]] = audit
-        elif audit["verdict"] != "held":  # it is not sealed: what was stands
-            before = found.get(audit["sink"], {})
-            found[audit["sink"]] = audit | {k: v for k, v in before.items() if k == "seal"}
     return found
+
+
+def last_seal(location: str, sink: str) -> dict[str, Any] | None:
+    """Number and hash of the newest seal of a sink that an audit of this checkpoint knew; None: none is recorded."""
+    known = [audit["seal"] for audit in audits(location) if audit["sink"] == sink and "seal" in audit]
+    return max(known, key=lambda seal: int(seal["number"]), default=None)
 
 
 def _append(location: str, name: str, line: Mapping[str, Any]) -> None:

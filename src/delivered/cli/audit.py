@@ -139,8 +139,14 @@ def audit(
         raise UsageError("AUDIT_SINK.SINK_FROM")
     if keys is not None:
         KeyShare.parse(keys)
-    part = start is not None or keys is not None
-    sealing(full=full, since=since, from_now=from_now, sink_from=part, recompute=recompute)
+    sealing(
+        full=full,
+        since=since,
+        from_now=from_now,
+        sink_from=start is not None,
+        keys=keys is not None,
+        recompute=recompute,
+    )
     if sink in (None, *pipeline.sink_names) and logged(pipeline.checkpoint)[1] is None:
         raise OutcomeUnknown("CHECKPOINT_MISSING.AUDIT", location=pipeline.checkpoint, file=files[0])
     with working("starting") as progress, ExitStack() as session, ExitStack() as light:

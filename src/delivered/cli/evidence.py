@@ -204,7 +204,9 @@ def _batches(text: str) -> range | None:
 
 
 def _report(output: Output, evidence: Evidence, faults: list[Fault], says: list[str]) -> None:
+    from delivered.audit.keys import found_by
     from delivered.audit.seal import State
+    from delivered.model.identity import batches_text
 
     sealed = [(chain, chain.sealed) for chain in evidence.chains]
     if output is Output.JSON:
@@ -228,6 +230,11 @@ def _report(output: Output, evidence: Evidence, faults: list[Fault], says: list[
         for r in of.ranges:
             say(one_line(f"  batches {r.batches}: {r.state.value}, {r.records:,} records by the ledger"))
             for reason in r.reasons:
+                say(one_line(f"    {spoken(reason)}"))
+        for seal in of.shares:
+            batches = batches_text(seal.first, seal.last)
+            say(one_line(f"  {seal.share}, {batches}: {seal.state.value}, {found_by(seal.keys or {})}"))
+            for reason in (*seal.breaches, *seal.unknowns):
                 say(one_line(f"    {spoken(reason)}"))
         for r in of.superseded:
             if r.state is not State.HELD:

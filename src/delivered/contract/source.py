@@ -146,6 +146,7 @@ class Retained:
 
     Attributes:
         missing: partition -> offsets from the position on whose records it has dropped; of records, at most so many.
+            0: it has dropped some, and does not say how many.
         until_ms: partition -> when it may drop the first record that it has, at the earliest, in milliseconds since
             1970. A partition without one is absent: it has no such record, or drops none by age or size.
         unknown: why it cannot tell of some partitions; empty: it can.

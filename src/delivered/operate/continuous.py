@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from delivered.audit.sealed import read_sealed
 from delivered.checkpoint.folder import logged
 from delivered.checkpoint.history import add_audit
 from delivered.engine.context import open_shared_ledger
@@ -24,7 +23,7 @@ from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
 from delivered.model.schedule import STOP_S_MAX, Cadence, Load, Schedule
 from delivered.operate.asking import ASK_S_MAX, files
-from delivered.operate.seals import SealStatus
+from delivered.operate.seals import SealStatus, read_seals
 from delivered.pipeline.definition import Definition
 
 log = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ def seals_now(pipeline: Definition) -> dict[str, SealStatus]:
             sinks = spec.open()
             with contextlib.closing(open_shared_ledger(sinks, spec.scope(sinks, incarnation))) as ledger:
                 names = [m.name for m in sinks.members if not m.dead_letters]
-                sealed = {name: read_sealed(filter(None, [ledger.last_seal(name)])) for name in names}
+                sealed = {name: read_seals(ledger, name, newest=1) for name in names}
                 last = ledger.look().last
         return {name: SealStatus.of(seals, last, name) for name, seals in sealed.items()}
     except Exception as error:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Self
 
 from delivered.audit.seal import Seal, State
@@ -102,8 +103,8 @@ class SealStatus:
 
     @property
     def missing(self) -> int:
-        """Offsets that were not sealed before their source dropped them."""
-        return sum(sum(r.missing.values()) for r in self.retained.values())
+        """Offsets that were not sealed before their source dropped them; at least, if it does not say how many."""
+        return sum(max(1, count) for r in self.retained.values() for count in r.missing.values())
 
     @property
     def expires(self) -> tuple[float, str, str] | None:
@@ -119,7 +120,8 @@ class SealStatus:
     def retention(self) -> str:
         """For display: how long the source keeps what is not sealed."""
         if self.missing:
-            return f"the source has dropped {self.missing:,} offsets of them"
+            counts = [count for r in self.retained.values() for count in r.missing.values()]
+            return f"the source has dropped {dropped(counts)} of them"
         if self.expires is not None:
             return f"the source keeps them for at least {span(self.expires[0])}"
         reasons = "; ".join(r.unknown for r in self.retained.values() if r.unknown)
@@ -149,17 +151,26 @@ class SealStatus:
         }
 
 
-def read_seals(ledger: Ledger, sink: str) -> Sealed:
-    """The newest seals of a sink. Raises Refused: a later version wrote one; DeliveredError."""
+def read_seals(ledger: Ledger, sink: str, newest: int = SEALS_READ) -> Sealed:
+    """The newest seals of a sink, and the last one of all keys.
+
+    Raises:
+        Refused: a later version wrote one.
+        DeliveredError
+    """
     last = ledger.last_seal(sink)
     if last is None:
         return Sealed()
     number = 0
     with contextlib.suppress(ValueError, KeyError, TypeError):  # `read_sealed` reports it
         number = int(json.loads(last)["number"])
-    first = max(0, number + 1 - SEALS_READ)
+    first = max(0, number + 1 - newest)
     texts = list(ledger.seals(sink, first))
     found = read_sealed(texts)
+    if found.last is None and found.shares and (full := found.shares[-1].full) >= 0:
+        # Behind them, so many shares of the keys were sealed.
+        older = read_sealed(islice(ledger.seals(sink, full), 1))
+        found = replace(found, ranges=older.ranges, last=older.last, digest=older.digest)
     if len(texts) < number + 1 - first:
         missing = f"{number + 1 - first - len(texts)} of the seals {first} to {number} are missing"
         found = replace(found, faults=(missing, *found.faults))
@@ -190,6 +201,11 @@ def seal_problems(seals: Mapping[str, SealStatus]) -> Iterator[Problem]:
             yield Problem.build(
                 "SEAL_BROKEN", sink=sink, number=r.last_seal, first=r.first, last=r.last, breaches="; ".join(r.reasons)
             )
+        for seal in s.sealed.broken_shares:
+            breaches = f"{seal.share}: {'; '.join(seal.breaches)}"
+            yield Problem.build(
+                "SEAL_BROKEN", sink=sink, number=seal.number, first=seal.first, last=seal.last, breaches=breaches
+            )
         if s.ahead is not None and s.last is not None:
             yield Problem.build("SEALS_AHEAD", sink=sink, number=s.last.number, last=s.last.last, batch=s.ahead)
         if s.is_late and s.cadence is not None:
@@ -202,9 +218,10 @@ def seal_problems(seals: Mapping[str, SealStatus]) -> Iterator[Problem]:
 
 def _retention_problems(sink: str, s: SealStatus) -> Iterator[Problem]:
     for source, kept in s.retained.items():
-        if missing := sum(kept.missing.values()):
+        if kept.missing:
             partitions = ", ".join(sorted(kept.missing)[:_FAULTS_SHOWN])
-            yield Problem.build("UNSEALED_EXPIRED", sink=sink, source=source, offsets=missing, partitions=partitions)
+            offsets = dropped(kept.missing.values())
+            yield Problem.build("UNSEALED_EXPIRED", sink=sink, source=source, offsets=offsets, partitions=partitions)
     if s.expires is None:
         return
     left_s, source, partition = s.expires
@@ -215,15 +232,22 @@ def _retention_problems(sink: str, s: SealStatus) -> Iterator[Problem]:
 
 def sealed_text(s: SealStatus) -> str:
     """For display: "until batch 41 (held), 3 min ago"."""
+    newest = s.sealed.shares[-1] if s.sealed.shares else None
+    share = f"; {newest.share} ({newest.state.value}), until batch {newest.last}" if newest is not None else ""
     if s.last is None or s.age_s is None:
-        return "never"
+        return f"never{share}"
     waits = f"; {records(s.unsealed_records)} not sealed" if s.unsealed_records else ""
-    return f"until batch {s.last.last} ({s.last.state.value}), {span(s.age_s)} ago{waits}"
+    return f"until batch {s.last.last} ({s.last.state.value}), {span(s.age_s)} ago{waits}{share}"
 
 
 def records(count: int) -> str:
     """For display."""
     return f"{count:,} record{'' if count == 1 else 's'}"
+
+
+def dropped(counts: Collection[int]) -> str:
+    """For display: "1,204 offsets". Args: counts: as in `Retained.missing`."""
+    return f"{sum(counts):,} offsets" if all(counts) else "an unknown number of records"
 
 
 def span(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -17,13 +18,15 @@ from delivered.audit.recheck import Rechecked, recheck
 from delivered.audit.report import AuditReport
 from delivered.audit.request import AuditRequest, Sealing, Transform
 from delivered.audit.seal import Seal
+from delivered.audit.sealing import Seals
 from delivered.audit.spark.comparison import in_spark
 from delivered.checkpoint.folder import read_view
 from delivered.checkpoint.history import audits
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
 from delivered.engine.shard import validated
-from delivered.model.errors import Refused
+from delivered.model.errors import DeliveredError, Refused
+from delivered.model.identity import Scope
 from delivered.model.rows import OnBadRow, Rows
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
@@ -107,7 +110,10 @@ def _numbered(keys: KeyShare, request: AuditRequest) -> KeyShare:
     if not (mode.upserts or request.id is not None or (how is not None and how.keys)):
         raise Refused("AUDIT_KEYS.NO_KEY", sink=request.named_sink)
     view = read_view(request.checkpoint)
-    return keys.after(audits(request.checkpoint), request.named_sink, f"{view.incarnation}/{view.batch}")
+    known: list[Mapping[str, Any]] = [*audits(request.checkpoint)]
+    with suppress(DeliveredError):  # then the audit says so itself
+        known += Seals(request, Scope(request.pipeline, request.named_sink, view.incarnation)).shares()
+    return keys.after(known, request.named_sink, f"{view.incarnation}/{view.batch}")
 
 
 def _all_transforms(

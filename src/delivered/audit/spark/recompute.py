@@ -44,6 +44,7 @@ from delivered.audit.request import (
     Positions,
     Recompute,
     SourceRange,
+    as_text,
     find_earlier,
     id_sql,
     parsed,
@@ -197,7 +198,12 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
         report = replace(report, keys=KeyCheck.of_counts(request.keys, counts, selected))
     all_caveats = [*_of_ledger(request, ledger, read, unsure), *caveats]
     report = account_for_recompute(report, all_caveats, columns, comparison.identified_by, expected.ran)
-    return report if request.sealing is None else Seals(request, scope).seal_all(report, cut, start)
+    if request.sealing is None:
+        return report
+    seals = Seals(request, scope)
+    return (
+        seals.seal_all(report, cut, start) if request.keys is None else seals.seal_share(report, ledger, as_text(start))
+    )
 
 
 def _named(positions: Positions, request: AuditRequest) -> Positions:

@@ -189,6 +189,22 @@ class Positions:
         ).rows
         return self.last(caller)[0] + 1 if rows[0][0] is None else int(rows[0][0])
 
+    def missing(self, caller: Caller, lsn: int, number: int) -> int:
+        """How many rows behind a position are not in the table any more.
+
+        Args:
+            lsn: from here on, of rows that were delivered from the log; number: behind it, of the others.
+        """
+        if not self.exists(caller):
+            return 0
+        deleted = max(0, self.first(caller) - 1 - number)
+        rows = caller.execute(
+            f"SELECT count(*) FROM {self._table} p LEFT JOIN {self._rows} o ON o.{self._columns[0]} = p.id "
+            f"WHERE o.{self._columns[0]} IS NULL AND (p.lsn > 0 AND p.lsn >= ? OR p.lsn = 0 AND p.number > ?)",
+            [lsn, number + deleted],
+        ).rows
+        return deleted + int(rows[0][0])
+
     def forget(self, caller: Caller) -> None:
         """Drop the numbers of rows that were not delivered from the log."""
         caller.execute(f"DELETE FROM {self._table} WHERE lsn <= 0")

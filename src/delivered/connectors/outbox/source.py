@@ -24,7 +24,7 @@ from delivered.connectors.outbox.events import Reader
 from delivered.connectors.outbox.positions import DELETED_MAX, NUMBERED_MAX, Positions
 from delivered.connectors.outbox.shape import check_identity
 from delivered.connectors.outbox.slot import missing_columns
-from delivered.contract.source import Address, Finding, Offsets, Slice, Source, SourceDriver
+from delivered.contract.source import Address, Finding, Offsets, Retained, Slice, Source, SourceDriver
 from delivered.model import patience
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
@@ -337,6 +337,17 @@ class WalDriver(SourceDriver):
         now = self._run(lambda c: slot.state(c, self._options))
         return None if now.flushed is None else self._offsets(now, now.flushed)
 
+    def retained(self, at: Offsets) -> Retained:
+        """Where the slot stands; with `keep`, the rows that are there."""
+        options, positions, lsn = self._options, self._positions, int(at["lsn"])
+        if positions is not None and options.keep:
+            number = int(at.get("number", 0)) if "number" in at or not lsn else self._last()
+            count = self._in_transaction(lambda caller: positions.missing(caller, lsn, number))
+            return Retained({options.outbox: count} if count else {})
+        now = self._run(lambda c: slot.state(c, options))
+        dropped = lsn and (now.confirmed is None or now.confirmed > lsn or now.wal_status == "lost")
+        return Retained({options.slot: 0} if dropped else {}, unknown="the slot moves on once a batch is logged")
+
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
         """The last transaction with a row, if this driver has acknowledged it."""
         known = self._delivered
@@ -627,6 +638,13 @@ class PollDriver(SourceDriver):
             return self._positions.last(caller)[0] + self._positions.unnumbered(caller)
 
         return {"number": self._transaction(newest)}
+
+    def retained(self, at: Offsets) -> Retained:
+        """By the numbers of the rows that are there."""
+        number = max(0, int(at["number"]))
+        count = self._transaction(lambda caller: self._positions.missing(caller, 0, number))
+        unknown = "" if self._options.keep else "rows are deleted once their batch is logged, without keep"
+        return Retained({self._options.outbox: count} if count else {}, unknown=unknown)
 
     def freeze(self) -> None:
         """At the first `latest`, which checks the table before it numbers rows: numbers given to a table that was

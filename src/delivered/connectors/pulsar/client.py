@@ -172,12 +172,14 @@ class Bounds:
         last: up to which readers receive entries now: before the first open transaction.
         stored: the last entry.
         cursors: subscription -> its mark-delete position.
+        size: of the retained ledgers, in bytes.
     """
 
     ledgers: tuple[tuple[int, int], ...]
     last: Position
     stored: Position
     cursors: Mapping[str, Position]
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ class Entry:
         chunks: of the message.
         chunked: identifies the message.
         hidden: readers do not receive it: a marker of the broker, or of an aborted transaction.
+        published_ms: since 1970, by the producer's clock; None: unknown.
     """
 
     messages: int
@@ -196,6 +199,7 @@ class Entry:
     chunks: int
     chunked: str
     hidden: bool
+    published_ms: int | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,22 @@ class Opened:
     started_ms: int
     timeout_ms: int
     topics: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Of messages that no subscription waits for. Pulsar deletes complete ledgers, the oldest first, by either limit.
+
+    Attributes:
+        minutes, mebibytes: -1: without bounds; both 0: they are not retained.
+    """
+
+    minutes: int
+    mebibytes: int
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.minutes < 0 and self.mebibytes < 0
 
 
 @dataclass(frozen=True)
@@ -305,30 +325,33 @@ class Admin:
         Raises:
             UsageError: only administrators may see them.
         """
-        namespace = "/admin/v2/namespaces/" + "/".join(topic.partition("://")[2].split("/")[:2])
-
-        def read(name: str, *, of_topic: bool = True) -> JsonAnswer:
-            paths = [f"{self._path(topic)}/{name}?applied=true"] * of_topic + [f"{namespace}/{name}"]
-            for path in paths:
-                with suppress(Missing):
-                    return self._read(path, lambda a: a)
-            return JsonAnswer.of(None)
-
-        retention = read("retention")
-        kept = None if retention.value(dict, None) is None else retention
-        quotas = JsonAnswer.of(read("backlogQuotaMap").value(dict, {})).named().values()
+        quotas = JsonAnswer.of(self._policy(topic, "backlogQuotaMap").value(dict, {})).named().values()
         return Policies(
-            keeps_all=kept is not None
-            and (kept.take("retentionTimeInMinutes", int), kept.take("retentionSizeInMB", int)) == (-1, -1),
-            ttl_s=read("messageTTL").value(int, 0),
+            keeps_all=self.retention(topic).keeps_all,
+            ttl_s=self._policy(topic, "messageTTL").value(int, 0),
             evicts=any(q.take("policy", str, "") == "consumer_backlog_eviction" for q in quotas),
-            expiry_min=read("subscriptionExpirationTime", of_topic=False).value(int, 0),
+            expiry_min=self._policy(topic, "subscriptionExpirationTime", of_topic=False).value(int, 0),
         )
+
+    def retention(self, topic: str) -> Retention:
+        """As `policies`."""
+        found = self._policy(topic, "retention")
+        if found.value(dict, None) is None:
+            return Retention(0, 0)
+        return Retention(found.take("retentionTimeInMinutes", int), found.take("retentionSizeInMB", int))
+
+    def _policy(self, topic: str, name: str, *, of_topic: bool = True) -> JsonAnswer:
+        namespace = "/admin/v2/namespaces/" + "/".join(topic.partition("://")[2].split("/")[:2])
+        paths = [f"{self._path(topic)}/{name}?applied=true"] * of_topic + [f"{namespace}/{name}"]
+        for path in paths:
+            with suppress(Missing):
+                return self._read(path, lambda a: a)
+        return JsonAnswer.of(None)
 
     def bounds(self, physical: str) -> Bounds:
         """Raises UsageError if the topic does not exist. This does not create it, as the client would."""
         try:
-            ledgers, confirmed, cursors = self._read(self._path(physical) + "/internalStats", _stored)
+            ledgers, confirmed, cursors, size = self._read(self._path(physical) + "/internalStats", _stored)
             dispatchable = self._read(self._path(physical) + "/lastMessageId", _message_id)
         except Missing:
             raise self._missing(physical) from None
@@ -336,7 +359,7 @@ class Admin:
             confirmed = dispatchable
         stable = self._stable(physical)
         last = confirmed if stable is None else min(confirmed, _entry_at(stable, ledgers), key=lambda p: p.order)
-        return Bounds(tuple(ledgers), last, confirmed, cursors)
+        return Bounds(tuple(ledgers), last, confirmed, cursors, size)
 
     def _stable(self, physical: str) -> Position | None:
         """Before the first open transaction, which lastMessageId does not stop at; None: there are no transactions.
@@ -369,6 +392,7 @@ class Admin:
             chunks=chunks,
             chunked=headers.get("X-Pulsar-uuid", ""),
             hidden="X-Pulsar-marker-type" in headers or headers.get("X-Pulsar-txn-aborted", "").lower() == "true",
+            published_ms=_time(headers.get("X-Pulsar-publish-time", "")),
         )
 
     def entry_digest(self, physical: str, ledger: int, entry: int) -> str | None:
@@ -527,13 +551,20 @@ class Admin:
         return Unreachable("PULSAR_UNREACHABLE.ADMIN", admin_url=self._options.admin_url, detail=detail)
 
 
-def _stored(answer: JsonAnswer) -> tuple[list[tuple[int, int]], Position, dict[str, Position]]:
-    """Ledgers, last entry and cursors in a partition's internal statistics."""
+def _stored(answer: JsonAnswer) -> tuple[list[tuple[int, int]], Position, dict[str, Position], int]:
+    """Ledgers, last entry, cursors and size in a partition's internal statistics."""
     ledgers = [(x.number("ledgerId", 0), x.number("entries", 0)) for x in answer.at("ledgers").each()]
     if ledgers:  # the open ledger's count is a separate field
         ledgers[-1] = (ledgers[-1][0], max(ledgers[-1][1], answer.number("currentLedgerEntries", 0)))
     cursors = {n: _position(c, "markDeletePosition") for n, c in answer.at("cursors").named().items()}
-    return ledgers, _position(answer, "lastConfirmedEntry"), cursors
+    return ledgers, _position(answer, "lastConfirmedEntry"), cursors, answer.number("totalSize", 0)
+
+
+def _time(text: str) -> int | None:
+    """Milliseconds since 1970, of an ISO 8601 time."""
+    with suppress(ValueError):
+        return int(datetime.fromisoformat(text).timestamp() * 1000)
+    return None
 
 
 def _position(answer: JsonAnswer, name: str) -> Position:

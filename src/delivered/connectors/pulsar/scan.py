@@ -17,8 +17,9 @@ from delivered.connectors.pulsar.positions import (
     short_name,
     to_json,
 )
+from delivered.connectors.pulsar.retention import reach_ms
 from delivered.connectors.pulsar.source import PulsarSource, all_bounds, is_deleted, with_follower
-from delivered.contract.sink import Changes
+from delivered.contract.sink import Changes, Expired
 from delivered.contract.source import Offsets, Slice
 from delivered.source import SourceScan
 
@@ -74,8 +75,23 @@ class PulsarScan(SourceScan):
                 altered.append(f"{name} ends at {now[partition].last}, and had messages up to {last}")
         return Changes(tuple(expired), tuple(altered), (), tuple(unknown), continues=not altered)
 
+    def expired(self) -> Mapping[str, Expired]:
+        """What the retention of the topics may have removed: Pulsar does not say what a topic held before."""
+        now = self._now()
+        reach = reach_ms(Admin(self.source.options), {p: bounds for p, bounds in now.items() if bounds.ledgers})
+        names = {p: short_name(physical(p)) for p in reach}
+        return {
+            names[p]: Expired(f"{names[p]}: its retention may have removed messages before ledger {_first(now[p])}", ms)
+            for p, ms in sorted(reach.items())
+            if ms != 0
+        }
+
     def _now(self) -> dict[Partition, Bounds]:
         return dict(all_bounds(Admin(self.source.options), self.source.options))
+
+
+def _first(bounds: Bounds) -> int:
+    return bounds.ledgers[0][0]
 
 
 def _ledgers(bounds: Bounds, at: Position) -> list[list[int]]:

@@ -43,7 +43,7 @@ from delivered.connectors.pulsar.positions import (
     short_name,
     to_json,
 )
-from delivered.contract.source import Address, Finding, Offsets, Slice, Source, SourceDriver
+from delivered.contract.source import Address, Finding, Offsets, Retained, Slice, Source, SourceDriver
 from delivered.kits.schemas.values import canonical
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable, UsageError
@@ -177,10 +177,12 @@ class PulsarDriver(SourceDriver):
         where = options.starting or Where("startingOffsets", LATEST)
         if where.stored:
             at = {p: s for p, s in where.each.items() if isinstance(s, Position)}
-        else:
-            at = self._resolve(where, self._frozen or self._snapshot())
+            self._hold(at)
+            return to_json(at)
+        snapshot = self._frozen or self._snapshot()
+        at = self._resolve(where, snapshot)
         self._hold(at)
-        return to_json(at)
+        return to_json({p: before_first(snapshot[p]) if s == START else s for p, s in at.items()})
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         before = from_json(start)
@@ -204,6 +206,12 @@ class PulsarDriver(SourceDriver):
 
     def newest(self) -> Offsets | None:
         return to_json({p: b.last for p, b in self._snapshot().items()})
+
+    def retained(self, at: Offsets) -> Retained:
+        """By ledgers and policies."""
+        from delivered.connectors.pulsar.retention import retained
+
+        return retained(self._admin, self._options, from_json(at))
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
         """The last entry read, hashed, with the time at which it was published."""
@@ -360,6 +368,11 @@ def all_bounds(admin: Admin, options: SourceOptions) -> _Snapshot:
         for number in range(count) if count else (-1,):
             bounds[topic, number] = admin.bounds(physical((topic, number)))
     return bounds
+
+
+def before_first(bounds: Bounds) -> Position:
+    """Right before the first message, so that it shows later if that was deleted; START: there is none."""
+    return next((Position(ledger, -1) for ledger, count in bounds.ledgers if count), START)
 
 
 def with_follower(position: Position, bounds: Bounds) -> Position:

@@ -17,7 +17,7 @@ import re
 import socket
 import ssl
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
 from enum import StrEnum
@@ -177,11 +177,24 @@ def kind(options: Place, queue: str) -> Kind:
         UsageError: the queue does not exist.
         DeliveredError: the server did not answer, or denied access.
     """
+    return _declared(options, queue, Kind.QUORUM)[0]
+
+
+def stream_arguments(options: Place, stream: str) -> Mapping[str, Any]:
+    """What a stream was declared with: x-max-age, x-max-length-bytes ... AMQP 0-9-1 does not say what a policy sets.
+
+    Raises as `kind`.
+    """
+    return _declared(options, stream, Kind.STREAM)[1]
+
+
+def _declared(options: Place, queue: str, guess: Kind) -> tuple[Kind, Mapping[str, Any]]:
+    """The type of a queue; and its arguments, if it is of the type that was guessed."""
     connection = connect(options)
     kinds = pika().exceptions
+    arguments: dict[str, Any] = {"x-queue-type": guess.value}
     try:
         connection.channel().queue_declare(queue, passive=True)
-        arguments: dict[str, Any] = {"x-queue-type": Kind.QUORUM.value}
         flags: dict[str, bool] = {"durable": True}
         for _ in range(_TRIES_MAX):
             try:
@@ -192,22 +205,22 @@ def kind(options: Place, queue: str) -> Kind:
                     raise
                 name, value = differs["name"], differs["value"]
                 if name == "durable":
-                    return Kind.TRANSIENT
+                    return Kind.TRANSIENT, {}
                 if name == "x-queue-type":
-                    return _named(None if differs["none"] else value)
+                    return _named(None if differs["none"] else value), {}
                 if name in ("auto_delete", "exclusive"):
                     flags[name] = value == "true"
                 else:  # as it is, to learn the next difference
                     arguments[name] = int(value) if differs["type"] in _INTEGERS else value
             else:
-                return Kind.QUORUM
+                return guess, arguments
     except (kinds.AMQPError, OSError) as error:
         raise explained(error, options) from error
     finally:
         with contextlib.suppress(kinds.AMQPError, OSError):
             if connection.is_open:
                 connection.close()
-    return Kind.OTHER
+    return Kind.OTHER, {}
 
 
 def _named(value: str | None) -> Kind:

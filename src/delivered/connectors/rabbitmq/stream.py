@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import re
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -28,12 +31,13 @@ from delivered.connectors.rabbitmq.client import (
     kind,
     pika,
     routing_key,
+    stream_arguments,
     stream_offset,
 )
 from delivered.contract.connector import Connector, Factory
-from delivered.contract.source import Finding, Offsets, Slice, Source, SourceDriver
+from delivered.contract.source import Finding, Offsets, Retained, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
-from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable, UsageError
+from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
 from delivered.source import admit, columns, micros
 
@@ -48,6 +52,10 @@ _LOOK_PREFETCH = 65_535
 _END_SILENCE_S = 1.0
 """A stream never seen to hold a message counts as empty after this time."""
 _PAUSE_S = 0.3
+_AGE = re.compile(r"(\d+)([YMDhms])")
+_AGE_S = {"Y": 31_557_600, "M": 2_629_800, "D": 86_400, "h": 3_600, "m": 60, "s": 1}
+_AGE_PARTS = 16
+"""Of a stream's maximum age: as precisely the age of a message is found, by asking what arrived since."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ class Message:
 class Follower:
     """Not thread-safe. Raises Unreachable if the connection is lost."""
 
-    def __init__(self, place: Place, stream: str, at: int | str, prefetch: int) -> None:
+    def __init__(self, place: Place, stream: str, at: int | str | datetime, prefetch: int) -> None:
         self._place = place
         self._stream = stream
         self._errors = (pika().exceptions.AMQPError, OSError)
@@ -139,6 +147,59 @@ def message_at(place: Place, stream: str, offset: int) -> Message | None:
     """The message at an offset, or the next one. The stream must have one there or later."""
     messages = _look(place, stream, offset, 1, known=True)
     return messages[0] if messages else None
+
+
+def first_since(place: Place, stream: str, seconds: int) -> int | None:
+    """Offset of the first message that arrived at a time since 1970, or later; None: none did. To the chunk in which
+    it was stored."""
+    follower = Follower(place, stream, datetime.fromtimestamp(seconds, UTC), 1)
+    try:
+        messages = follower.take(_END_SILENCE_S)
+        return messages[0].offset if messages else None
+    finally:
+        follower.close()
+
+
+def retained(options: StreamOptions, at: Mapping[str, int]) -> Retained:
+    """By first offsets and `x-max-age`. See `delivered.contract.source.SourceDriver`."""
+    missing: dict[str, int] = {}
+    until: dict[str, int] = {}
+    unknown: list[str] = []
+    for stream, position in at.items():
+        if stream not in options.streams:
+            unknown.append(f"{stream}: no longer read")
+            continue
+        first = patiently(partial(first_offset, options, stream, known=position > 0))
+        if first is not None and first > position:
+            missing[stream] = first - position
+        try:
+            arguments = stream_arguments(options, stream)
+        except Refused as error:
+            unknown.append(f"{stream}: {error.message}")
+            continue
+        age = _AGE.fullmatch(str(arguments.get("x-max-age", "")))
+        if age is not None:
+            ms = int(age[1]) * _AGE_S[age[2]] * 1000
+            until[stream] = _now_ms() + int(ms * (1 - _age(options, stream, max(position, first or 0), ms)))
+        if "x-max-length-bytes" in arguments:
+            unknown.append(f"{stream}: AMQP 0-9-1 does not say how large it is, of x-max-length-bytes")
+        unknown.append(f"{stream}: AMQP 0-9-1 does not say whether a policy limits it")
+    return Retained(missing, until, "; ".join(unknown))
+
+
+def _age(options: StreamOptions, stream: str, offset: int, max_ms: int) -> float:
+    """How old a message is, at most, as a part of the maximum age."""
+
+    def is_younger(part: int) -> bool:
+        at = first_since(options, stream, (_now_ms() - max_ms * part // _AGE_PARTS) // 1000)
+        return at is not None and at <= offset
+
+    parts = range(1, _AGE_PARTS)
+    return (bisect_left(parts, True, key=lambda part: patiently(partial(is_younger, part))) + 1) / _AGE_PARTS
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def patiently(what: Any) -> Any:
@@ -373,6 +434,10 @@ class StreamDriver(SourceDriver):
 
     def newest(self) -> Offsets | None:
         return dict(self._ends({}))
+
+    def retained(self, at: Offsets) -> Retained:
+        """By first offsets and `x-max-age`."""
+        return retained(self._options, at)
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
         """A message, hashed. AMQP 0-9-1 reports no arrival time."""

@@ -20,7 +20,7 @@ from delivered.contract.source import Offsets
 from delivered.kits.sql.database import C, Dialect, Server, quoted, scope_values
 from delivered.kits.sql.table import SLICES_MAX, RowSum, difference, spread
 from delivered.kits.sql.transactions import PreparedRows, decided
-from delivered.model.errors import InvariantBroken
+from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.identity import Scope, Work, batches_text
 
 WRITER_VERSION = 6
@@ -249,7 +249,11 @@ class NumberedTable(Generic[C]):
         return None if value is None else int(value)
 
     def _decided(self, connection: C, writer: int, last: int) -> int:
-        """The newest batch of a writer that is decided and shows completely, if the ledger here knows; -1: none."""
+        """The newest batch of a writer that is decided and shows completely, if the ledger here knows; -1: none.
+
+        Raises:
+            UsageError: `last` is a batch that never started. No audit would read its rows.
+        """
         if self.server.version(connection) < WRITER_VERSION:
             return last
         row = connection.execute(
@@ -262,10 +266,17 @@ class NumberedTable(Generic[C]):
         (newest,) = connection.execute(
             self._sql(f"SELECT max(batch) FROM {{decision}} WHERE {_SCOPE}"), scope_values(scope)
         ).fetchone()
+        question = self._sql.value(f"SELECT max(batch) FROM {self._sql.tables[STARTED]} WHERE {_SCOPE}")
+        (started,) = connection.execute(question, scope_values(scope)).fetchone()
+        if newest is None and started is None:
+            return last
+        known = max(-1 if newest is None else int(newest), 0 if started is None else int(started))
+        if last > known + 1:
+            raise UsageError(
+                "BATCH_COLUMN.AHEAD", table=self.name, name=self.column, number=writer * BATCHES + last, known=known
+            )
         if newest is None:
-            question = self._sql.value(f"SELECT 1 FROM {self._sql.tables[STARTED]} WHERE {_SCOPE}")
-            started = connection.execute(question, scope_values(scope)).fetchone()
-            return last if started is None else -1
+            return -1
         return min(last, int(newest) if self._shows(connection, scope, int(newest)) else int(newest) - 1)
 
     def _shows(self, connection: C, scope: Scope, batch: int) -> bool:
