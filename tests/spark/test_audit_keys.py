@@ -15,9 +15,13 @@ from tests.support.sweeps import sweep
 import delivered
 from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.keys import KeyShare
+from delivered.audit.seal import Seal, chain_faults
+from delivered.audit.sealed import read_sealed
 from delivered.audit.spark.keys import FROM_RECORDS, FROM_SOURCE, FROM_TRANSFORM, SharedKeys
 from delivered.checkpoint.history import last_audits
 from delivered.connectors.log import append
+from delivered.engine.context import open_ledger
+from delivered.model.identity import Scope
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -78,6 +82,13 @@ class Table:
     def audit(self, keys: str, *, recompute: bool = False) -> AuditReport:
         return self.pipeline.audit(self.spark, keys=keys, recompute=recompute)
 
+    def seals(self) -> list[Seal]:
+        sink = self.pipeline.sinks[0].sink()
+        with closing(open_ledger(sink, Scope("keyed", sink.name, "any"))) as ledger:
+            texts = list(ledger.seals(sink.name))
+        assert list(chain_faults(texts)) == []
+        return [Seal.parse(text) for text in texts]
+
     def change(self, statement: str) -> None:
         with closing(sqlite3.connect(self.database)) as connection, connection:
             assert connection.execute(statement).rowcount == 1
@@ -111,14 +122,21 @@ def test_a_wrong_key_is_found_in_its_share_and_in_no_other(spark: SparkSession, 
     wrong = Verdict.UNKNOWN if name == "insert" else Verdict.BROKEN
     assert {n: r.verdict for n, r in found.items()} == dict.fromkeys(audited, Verdict.HELD) | {own: wrong}
     assert last_audits(table.pipeline.checkpoint)["rows"]["keys"]["share"] == own
+    sealed = [(s.keys["share"], s.verdict) for s in table.seals() if s.keys is not None]
+    assert sealed == [(report.keys.share.number, Verdict.HELD), *((n, r.verdict) for n, r in found.items())]
+    assert read_sealed(s.text for s in table.seals()).ranges == (), "of no batch were all keys compared"
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["complete", "update", "a version"])
 def test_the_shares_are_the_table(spark: SparkSession, tmp_path: Path, name: str) -> None:
     table = Table(spark, tmp_path, CASES[name])
-    numbers = [r.keys.share.number for r in (table.audit("1/5"), table.audit("1/5")) if r.keys]
-    assert numbers[1] == numbers[0] % OF + 1
+    numbers = []
+    for _ in range(2):
+        report = table.audit("1/5")
+        numbers += [report.keys.share.number] if report.keys is not None else []
+        (tmp_path / "checkpoint" / "delivered" / "audits.jsonl").unlink()
+    assert numbers[1] == numbers[0] % OF + 1, "the ledger knows which share was the last one"
     table.change("DELETE FROM rows WHERE k = '8'")
     table.change(
         "INSERT INTO rows SELECT 'x', n, " + ("text" if name == "a version" else "total") + " FROM rows WHERE k = '9'"
@@ -129,6 +147,7 @@ def test_the_shares_are_the_table(spark: SparkSession, tmp_path: Path, name: str
         assert counts == Counts(sent=KEYS, delivered=KEYS, lost=1, unexpected=1)
         assert sum(r.keys.compared for r in reports if r.keys) == KEYS + 1
         assert table.pipeline.audit(spark, recompute=recompute or name != "a version").counts == counts
+        assert [s.keys is None for s in table.seals()][-OF - 1 :] == [*[False] * OF, True]
 
 
 def xxh64(data: bytes, seed: int = 42) -> int:

@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import delivered
 from delivered.audit.evidence import Counts, Verdict
+from delivered.audit.keys import KeyCheck, KeyShare
 from delivered.audit.seal import Seal, Sums
 from delivered.engine.context import open_shared_ledger
 from delivered.model.fingerprint import Fingerprint
@@ -60,6 +62,26 @@ def linked(seals: Iterable[Seal]) -> list[Seal]:
         total = before + seal.sums if seal.audited else before
         chained.append(replace(seal, before=last.digest if last is not None else "", total=total))
     return chained
+
+
+def share_of(seals: list[Seal], share: int, of: int = 1000, **changes: Any) -> Seal:
+    """The seal of a share of the keys that follows these seals."""
+    full = next((s for s in reversed(seals) if s.keys is None), None)
+    last = seals[-1] if seals else Seal.parse(chain(1)[0].text)
+    keys = KeyCheck(KeyShare(share, of), compared=3, selected="here").to_json()
+    return replace(
+        last,
+        **{
+            "number": last.number + 1 if seals else 0,
+            "before": last.digest if seals else "",
+            "first": 0,
+            "sums": Sums(Counts(sent=3, delivered=3)),
+            "sink_end": None,
+            "keys": keys,
+            "full": -1 if full is None else full.number,
+            **changes,
+        },
+    )
 
 
 def add_seals(made: delivered.Pipeline, seals: Iterable[Seal]) -> None:

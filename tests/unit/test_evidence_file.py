@@ -24,7 +24,7 @@ from delivered.audit.evidence_file import (
     read_evidence,
     select,
 )
-from delivered.audit.seal import Seal, digest_of
+from delivered.audit.seal import SEAL_FORMAT, Seal, digest_of
 from delivered.audit.signature import check_signature, sign
 from delivered.model.errors import MissingExtra, Refused, UsageError
 from delivered.model.identity import Scope
@@ -399,7 +399,7 @@ def test_openssl_checks_a_signature(tmp_path: Path) -> None:
 def test_errors_of_seals_of_a_later_release_are_faults() -> None:
     def later(sink: dict[str, Any]) -> None:
         sink["seals"][4] = json.dumps(
-            {**json.loads(sink["seals"][4]), "format": 2}, separators=(",", ":"), sort_keys=True
+            {**json.loads(sink["seals"][4]), "format": SEAL_FORMAT + 1}, separators=(",", ":"), sort_keys=True
         )
         sink["sha256"][4] = digest_of(sink["seals"][4])
 

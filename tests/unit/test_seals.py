@@ -9,7 +9,7 @@ import pytest
 from tests.support.seals import chain, texts
 
 from delivered.audit.evidence import Verdict
-from delivered.audit.seal import Seal, chain_faults
+from delivered.audit.seal import SEAL_FORMAT, Seal, chain_faults
 from delivered.model.errors import Refused
 from delivered.model.identity import Scope
 
@@ -26,7 +26,7 @@ def test_fields_of_a_later_release_are_kept() -> None:
 
 
 def test_a_seal_of_a_later_format_is_refused() -> None:
-    text = json.dumps({**json.loads(chain(1)[0].text), "format": 2})
+    text = json.dumps({**json.loads(chain(1)[0].text), "format": SEAL_FORMAT + 1})
     with pytest.raises(Refused, match="DELIVERED_FORMAT_NEWER"):
         Seal.parse(text)
 

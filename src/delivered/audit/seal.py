@@ -269,9 +269,8 @@ def checked(texts: Iterable[str]) -> Iterator[tuple[Seal | None, list[str]]]:
         before = (seal, digest_of(text))
         if seal.keys is not None:
             if full is not None and seal.full != full.number:
-                faults.append(
-                    f"seal {seal.number} names seal {seal.full} as the last one of all keys: {full.number} is"
-                )
+                named = f"seal {seal.number} names seal {seal.full} as the last one of all keys"
+                faults.append(f"{named}, not {full.number}")
             yield seal, faults
             continue
         if full is not None:

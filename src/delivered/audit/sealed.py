@@ -94,9 +94,9 @@ class Sealed:
     @property
     def verdict(self) -> Verdict | None:
         """Of all ranges: broken beats unknown beats held. What was never audited, and a chain that does not hold, are
-        unknown. None: there is no seal."""
+        unknown. None: there is no seal of all keys, and no share of them is broken."""
         states = {r.state for r in self.ranges}
-        if State.BROKEN in states:
+        if State.BROKEN in states or self.broken_shares:
             return Verdict.BROKEN
         if self.faults or states - {State.HELD}:
             return Verdict.UNKNOWN
