@@ -19,6 +19,7 @@ import pytest
 from pyiceberg.expressions import AlwaysTrue, EqualTo
 from pyiceberg.io.pyarrow import ArrowScan
 from tests.kafka_tools import make_topic_anew
+from tests.support.pulsar import PulsarTopic
 from tests.support.requests import ASKED, TO_SQLITE
 from tests.support.sinks import SCHEMA, SINKS, Rig, offsets, rows
 
@@ -908,51 +909,6 @@ def test_records_behind_an_open_transaction_lie_behind_the_position(kafka: Any, 
     commit_batch(context, 1, offsets(1), messages)
     assert between(rig, None, at).count == 100
     assert between(rig, at).count == 112
-
-
-@dataclass
-class PulsarTopic:
-    """A topic in a namespace without retention, which a subscription holds."""
-
-    pulsar: Any
-    folder: Path
-
-    def __post_init__(self) -> None:
-        forgets = {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0}
-        namespace = self.pulsar.namespace(retention=forgets, deduplication=False)
-        self.name = self.pulsar.topic(namespace=namespace)
-        self.path = self.name.replace("://", "/")
-        self.create()
-
-    def create(self) -> None:
-        self.pulsar.admin("PUT", f"{self.path}/subscription/holds", {"ledgerId": -1, "entryId": -1})
-
-    @property
-    def scan(self) -> BoundedScan:
-        from tests.support.pulsar import sink
-
-        return sink(self.folder, self.pulsar, self.name).scan()
-
-    def add(self, count: int) -> None:
-        """In a ledger of its own."""
-        self.pulsar.send(self.name, [b"%d" % n for n in range(count)])
-        self.pulsar.admin("PUT", f"{self.path}/unload")
-
-    def acknowledge(self, first_ledgers: int) -> None:
-        """What no subscription holds any more is deleted."""
-        ledgers = [x["ledgerId"] for x in self.pulsar.admin("GET", f"{self.path}/internalStats")["ledgers"]]
-        at = {"ledgerId": ledgers[first_ledgers], "entryId": -1}
-        self.pulsar.admin("POST", f"{self.path}/subscription/holds/resetcursor", at)
-
-        def trimmed() -> bool:
-            self.pulsar.admin("POST", f"{self.path}/trim", {})
-            there = [x["ledgerId"] for x in self.pulsar.admin("GET", f"{self.path}/internalStats")["ledgers"]]
-            return bool(there[0] == ledgers[first_ledgers])
-
-        wait_for(trimmed, 120, "ledgers are deleted")
-
-    def count(self, since: Offsets | None = None, until: Offsets | None = None) -> int:
-        return sum(b.num_rows for piece in self.scan.slices(since, until) for b in self.scan.read(piece))
 
 
 @pytest.mark.matrix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pyarrow as pa
 from tests.support.servers import Pulsar
 
 from delivered.connectors.pulsar import CONNECTOR
+from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets, Source
 from delivered.pipeline.registry import find_sink, find_source
+from delivered_lab.verify.services import wait_for
 
 FULL = "persistent://public/default/"
 CHUNK = 5 << 20
@@ -88,3 +91,48 @@ def with_coordinators(pulsar: Pulsar, count: int) -> None:
 
 def ids(found: list[dict[str, Any]]) -> list[str]:
     return [h["value"].decode() for r in found for h in r["headers"] if h["key"] == "delivered.id"]
+
+
+@dataclass
+class PulsarTopic:
+    """A topic in a namespace of its own, by default without retention, which a subscription holds."""
+
+    pulsar: Any
+    folder: Path
+    minutes: int = 0
+    mebibytes: int = 0
+
+    def __post_init__(self) -> None:
+        retention = {"retentionTimeInMinutes": self.minutes, "retentionSizeInMB": self.mebibytes}
+        namespace = self.pulsar.namespace(retention=retention, deduplication=False)
+        self.name = self.pulsar.topic(namespace=namespace)
+        self.path = self.name.replace("://", "/")
+        self.create()
+
+    def create(self) -> None:
+        self.pulsar.admin("PUT", f"{self.path}/subscription/holds", {"ledgerId": -1, "entryId": -1})
+
+    @property
+    def scan(self) -> BoundedScan:
+        return sink(self.folder, self.pulsar, self.name).scan()
+
+    def add(self, count: int) -> None:
+        """In a ledger of its own."""
+        self.pulsar.send(self.name, [b"%d" % n for n in range(count)])
+        self.pulsar.admin("PUT", f"{self.path}/unload")
+
+    def acknowledge(self, first_ledgers: int) -> None:
+        """What no subscription holds any more is deleted."""
+        ledgers = [x["ledgerId"] for x in self.pulsar.admin("GET", f"{self.path}/internalStats")["ledgers"]]
+        at = {"ledgerId": ledgers[first_ledgers], "entryId": -1}
+        self.pulsar.admin("POST", f"{self.path}/subscription/holds/resetcursor", at)
+
+        def trimmed() -> bool:
+            self.pulsar.admin("POST", f"{self.path}/trim", {})
+            there = [x["ledgerId"] for x in self.pulsar.admin("GET", f"{self.path}/internalStats")["ledgers"]]
+            return bool(there[0] == ledgers[first_ledgers])
+
+        wait_for(trimmed, 120, "ledgers are deleted")
+
+    def count(self, since: Offsets | None = None, until: Offsets | None = None) -> int:
+        return sum(b.num_rows for piece in self.scan.slices(since, until) for b in self.scan.read(piece))
