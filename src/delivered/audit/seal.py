@@ -216,7 +216,8 @@ class Seal:
             raise TypeError(wrong)
         own |= {"verdict": Verdict(own["verdict"]), "account": Account.from_json(own["account"])}
         own |= {name: Sums.from_json(own[name]) for name in ("sums", "total")}
-        if (keys := own.get("keys")) is not None and not all(type(keys[name]) is int for name in ("share", "of")):
+        keys = own.get("keys")
+        if keys is not None and not all(type(keys[name]) is int for name in ("share", "of", "compared")):
             raise TypeError(f"keys is {keys!r}")
         return cls(scope=scope, **own, extra=data)
 

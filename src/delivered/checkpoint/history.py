@@ -224,9 +224,9 @@ def last_audits(location: str) -> dict[str, dict[str, Any]]:
 
 
 def last_seal(location: str, sink: str) -> dict[str, Any] | None:
-    """Number and hash of the newest seal of a sink that an audit of this checkpoint knew; None: none is recorded."""
-    known = [audit["seal"] for audit in audits(location) if audit["sink"] == sink and "seal" in audit]
-    return max(known, key=lambda seal: int(seal["number"]), default=None)
+    """Number and hash of the newest seal of a sink that its last audit knew; None: none is recorded."""
+    newest = (a["seal"] for a in reversed(audits(location)) if a["sink"] == sink and "seal" in a)
+    return next(newest, None)
 
 
 def _append(location: str, name: str, line: Mapping[str, Any]) -> None:

@@ -201,9 +201,9 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
     if request.sealing is None:
         return report
     seals = Seals(request, scope)
-    return (
-        seals.seal_all(report, cut, start) if request.keys is None else seals.seal_share(report, ledger, as_text(start))
-    )
+    if request.keys is not None:
+        return seals.seal_share(report, ledger, as_text(start))
+    return seals.seal_all(report, cut, start)
 
 
 def _named(positions: Positions, request: AuditRequest) -> Positions:
