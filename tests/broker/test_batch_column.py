@@ -379,22 +379,22 @@ def test_a_number_of_a_batch_that_never_started(orders: TableOrders) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("server", ON_POSTGRES, indirect=True)
 def test_a_sealed_table_that_gets_the_column_later(orders: TableOrders) -> None:
-    """Positions by transactions are continued by numbers."""
+    """Positions by transactions are continued by numbers; without any, the first audit with numbers reads everything."""
     orders.columns = {}
     orders.run(2)
     assert orders.audit().verdict is Verdict.HELD
     orders.execute("ALTER TABLE {t} ADD COLUMN batch bigint")
-    orders.execute("CREATE INDEX ON {t} (batch)")
+    orders.execute("CREATE INDEX by_batch ON {t} (batch)")
     orders.columns = {"batchColumn": "batch"}
     orders.run(2)
     orders.copy(3 * ROWS + 1)
+    rows = 2 * ROWS if orders.server.system == "postgres" else 4 * ROWS
     added = orders.audit()
-    assert added.counts == Counts(2 * ROWS, 2 * ROWS + 1, duplicated=1), added
+    assert added.counts == Counts(rows, rows + 1, duplicated=1), added
     orders.run()
     assert orders.audit().counts == clean(ROWS)
-    assert orders.numbers() == [2, 3, 4, None]
+    assert {*orders.numbers()} == {2, 3, 4, None}
 
 
 def test_the_sink_creates_the_column_with_an_index(server: Any) -> None:
