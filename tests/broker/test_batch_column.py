@@ -380,7 +380,7 @@ def test_a_number_of_a_batch_that_never_started(orders: TableOrders) -> None:
 
 @pytest.mark.matrix
 def test_a_sealed_table_that_gets_the_column_later(orders: TableOrders) -> None:
-    """Positions by transactions are continued by numbers; without any, the first audit with numbers reads everything."""
+    """Positions by transactions are continued by numbers; without any, the next audit reads everything."""
     orders.columns = {}
     orders.run(2)
     assert orders.audit().verdict is Verdict.HELD
