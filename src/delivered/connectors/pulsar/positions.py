@@ -11,7 +11,7 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -108,6 +108,30 @@ class Position:
 
 START = Position(-1, -1)
 """Before the first message."""
+
+
+Ledgers = Sequence[tuple[int, int]]
+"""Id and number of entries of each, oldest first."""
+
+
+def ranges(start: Position, end: Position, ledgers: Ledgers) -> list[tuple[int, int, int]]:
+    """(ledger, first entry, last entry + 1) of the ranges after `start`, up to `end`."""
+    pieces = []
+    for ledger, count in ledgers:
+        if ledger < start.ledger or ledger > end.ledger:
+            continue
+        first = 0
+        if ledger == start.ledger:
+            first = start.entry + (1 if start.index is None else 0)
+        stop = end.entry + 1 if ledger == end.ledger else count
+        if first < stop:
+            pieces.append((ledger, first, stop))
+    return pieces
+
+
+def rest(start: Position, end: Position, ledgers: Ledgers) -> int:
+    """Number of entries after `start`, up to `end`."""
+    return sum(stop - first for _, first, stop in ranges(start, end, ledgers))
 
 
 @dataclass(frozen=True)

@@ -8,26 +8,25 @@ is the earliest time. Nothing says what a topic held before its first ledger.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
 
 from delivered.connectors.pulsar.client import Admin, Bounds, Retention
-from delivered.connectors.pulsar.positions import Partition, Position, physical, short_name
-from delivered.connectors.pulsar.source import all_bounds, is_deleted, ranges, rest
+from delivered.connectors.pulsar.positions import Partition, Position, physical, ranges, rest, short_name
 from delivered.contract.source import Retained
 from delivered.model.errors import UsageError
-
-if TYPE_CHECKING:
-    from delivered.connectors.pulsar import SourceOptions
 
 CLOCKS_APART_MS = 60_000
 """Of producers, of brokers, and of the host that compares."""
 _MINUTE_MS, _MEBIBYTE = 60_000, 1 << 20
 
 
-def retained(admin: Admin, options: SourceOptions, at: Mapping[Partition, Position]) -> Retained:
+def retained(
+    admin: Admin,
+    there: Mapping[Partition, Bounds],
+    at: Mapping[Partition, Position],
+    is_deleted: Callable[[Position, Bounds], bool],
+) -> Retained:
     """See `delivered.contract.source.SourceDriver`."""
-    there = all_bounds(admin, options)
     policies, unknown = _policies(admin, {topic for topic, _ in at})
     missing: dict[str, int] = {}
     until: dict[str, int] = {}

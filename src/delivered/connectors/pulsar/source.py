@@ -40,6 +40,8 @@ from delivered.connectors.pulsar.positions import (
     fields,
     from_json,
     physical,
+    ranges,
+    rest,
     short_name,
     to_json,
 )
@@ -211,7 +213,7 @@ class PulsarDriver(SourceDriver):
         """By ledgers and policies."""
         from delivered.connectors.pulsar.retention import retained
 
-        return retained(self._admin, self._options, from_json(at))
+        return retained(self._admin, self._snapshot(), from_json(at), is_deleted)
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
         """The last entry read, hashed, with the time at which it was published."""
@@ -386,28 +388,7 @@ def with_follower(position: Position, bounds: Bounds) -> Position:
 
 # Reads one slice.
 
-Ledgers = Sequence[tuple[int, int]]
 _SAMPLES = 4
-
-
-def ranges(start: Position, end: Position, ledgers: Ledgers) -> list[tuple[int, int, int]]:
-    """(ledger, first entry, last entry + 1) of the ranges after `start`, up to `end`."""
-    pieces = []
-    for ledger, count in ledgers:
-        if ledger < start.ledger or ledger > end.ledger:
-            continue
-        first = 0
-        if ledger == start.ledger:
-            first = start.entry + (1 if start.index is None else 0)
-        stop = end.entry + 1 if ledger == end.ledger else count
-        if first < stop:
-            pieces.append((ledger, first, stop))
-    return pieces
-
-
-def rest(start: Position, end: Position, ledgers: Ledgers) -> int:
-    """Number of entries after `start`, up to `end`."""
-    return sum(stop - first for _, first, stop in ranges(start, end, ledgers))
 
 
 def is_deleted(position: Position, bounds: Bounds) -> bool:
