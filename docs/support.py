@@ -27,13 +27,17 @@ class Example:
     """
     Attributes:
         label: what stands in the table; the same system may have several.
-        verified: the verifier's name of the sink; empty: as the system's.
+        verified: the verifier's names of the sink; empty: as the system's.
     """
 
     label: str
     system: str
     options: Mapping[str, str] = field(default_factory=dict)
-    verified: str = ""
+    verified: tuple[str, ...] = ()
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return self.verified or (self.system,)
 
 
 _ROCKETMQ = {"endpoints": "localhost:8081", "topic": "orders"}
@@ -76,14 +80,19 @@ SINKS = (
         'PostgreSQL, `mechanism="two_phase"`',
         "postgres",
         {"url": "postgresql://localhost/shop", "dbtable": "orders", "mechanism": "two_phase"},
-        "postgres-2pc",
+        ("postgres-2pc",),
     ),
-    Example("MySQL, MariaDB", "mysql", {"url": "mysql://localhost/shop", "dbtable": "orders"}),
+    Example(
+        "MySQL, MariaDB",
+        "mysql",
+        {"url": "mysql://localhost/shop", "dbtable": "orders"},
+        ("mysql", "mariadb"),
+    ),
     Example(
         'MySQL, MariaDB, `mechanism="two_phase"`',
         "mysql",
         {"url": "mysql://localhost/shop", "dbtable": "orders", "mechanism": "two_phase"},
-        "mysql-xa",
+        ("mysql-xa", "mariadb-xa"),
     ),
     Example("SQLite", "sqlite", {"path": "/data/out.db", "table": "orders"}),
     Example("Delta Lake", "delta", {"path": "/data/orders"}),
@@ -104,7 +113,7 @@ SINKS = (
             "topic": "clean",
             "ledger": "/data/ledger.db",
         },
-        "pulsar-2pc",
+        ("pulsar-2pc",),
     ),
     Example("RocketMQ", "rocketmq", {**_ROCKETMQ, "ledger": "/data/ledger.db"}),
     Example(
@@ -116,7 +125,7 @@ SINKS = (
             "messageType": "transaction",
             "nameServers": "localhost:9876",
         },
-        "rocketmq-2pc",
+        ("rocketmq-2pc",),
     ),
     Example(
         "[Saga](saga.md)",
@@ -221,8 +230,8 @@ def overview() -> list[str]:
         if isinstance(answer, Refusal):
             without.append(sink)
         else:
-            rows.append((sink.label, answer.mechanism, [sink.verified or sink.system]))
-    rows.append((", ".join(s.label for s in without), weaker, [s.verified or s.system for s in without]))
+            rows.append((sink.label, answer.mechanism, [*sink.cells]))
+    rows.append((", ".join(s.label for s in without), weaker, [name for s in without for name in s.cells]))
     lines = ["", "| sink | exactly once by | faults through Spark | faults in the engine |", "|---|---|---:|---:|"]
     for label, how, names in rows:
         held = [r for r in results if r["sink"] in names and r["verdict"] == Verdict.HELD]

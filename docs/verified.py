@@ -331,7 +331,7 @@ def page() -> str:
             "point (engine, exactly_once), which ran through confluent-kafka. Cells of `kafka-postgres-delta`, and of",
             "other sinks whose records come from Kafka (workload `topics`), were measured with librdkafka, too.",
             "",
-            "Cells of `mysql` and `mysql-xa` ran against MariaDB; MySQL itself is untested.",
+            "`mysql` and `mysql-xa` are MySQL itself, `mariadb` and `mariadb-xa` MariaDB.",
             "",
             f"{len(results)} cases, {fired} faults.",
             "",

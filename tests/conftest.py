@@ -121,7 +121,7 @@ def _leaves_no_transaction(request: pytest.FixtureRequest) -> Iterator[None]:
                 time.sleep(0.02)
 
 
-def _own(kind: type[Server]) -> Any:
+def _own(kind: type[Server], name: str = "") -> Any:
     """`new_mysql(local_infile="0", ...)`: a private server with these settings, which the test may kill."""
 
     def starter(tmp_path: Path) -> Iterator[Callable[..., Server]]:
@@ -140,14 +140,14 @@ def _own(kind: type[Server]) -> Any:
         for server in started:
             server.end()
 
-    return pytest.fixture(starter, name=f"new_{kind.system}")
+    return pytest.fixture(starter, name=f"new_{name or kind.system}")
 
 
 kafka, new_kafka = _shared(Kafka), _own(Kafka)
 postgres, new_postgres = _shared(Postgres), _own(Postgres)
 postgres_log = _shared(Postgres, "postgres_log")
 """For tests of logical decoding: a new slot waits for every open or prepared transaction of the whole server."""
-mysql, new_mysql = _shared(Mysql), _own(Mysql)
+mysql, new_mysql = _shared(Mysql, "mysql"), _own(Mysql, "mysql")
 
 
 @pytest.fixture

@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from tests.support.servers import Mysql
 
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError
 from delivered_lab import brokers
-
-if TYPE_CHECKING:
-    from tests.support.servers import Mysql
 
 
 def test_listens_on_127_0_0_1_only(mysql: Mysql) -> None:
@@ -41,7 +38,7 @@ def test_killed_and_restarted_keeps_data_port_and_settings(new_mysql: Callable[.
     assert own.url == url
     assert own.broker.pid != pid
     assert own.execute("SELECT n, @@max_connections FROM kept") == [(1, 77)]
-    assert brokers.start("mysql", own.broker.folder).pid == own.broker.pid
+    assert brokers.start(own.system, own.broker.folder).pid == own.broker.pid
     client = own.connect()
     began = time.monotonic()
     assert brokers.stop(own.broker.folder), "although a client is connected"
@@ -53,7 +50,7 @@ def test_killed_and_restarted_keeps_data_port_and_settings(new_mysql: Callable[.
 
 def test_a_setting_that_is_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(DeliveredError, match="BROKER_START") as caught:
-        brokers.start("mysql", tmp_path / "bad", properties={"max_connection_number": "1"})
+        brokers.start(Mysql.system, tmp_path / "bad", properties={"max_connection_number": "1"})
     assert "max_connection_number" in str(caught.value)
 
 

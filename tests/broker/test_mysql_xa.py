@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.support.servers import Mysql
 from tests.support.sinks import SCHEMA, Rig, alone, offsets, rows
 
 from delivered.connectors.mysql import store as transactions
@@ -21,10 +22,9 @@ from delivered.model.identity import Scope, Work
 from delivered.model.rows import Rows
 from delivered.model.work import Account, Decision, Failed, Ok, Prepared, Unknown
 
-if TYPE_CHECKING:
-    from tests.support.servers import Mysql
-
 EXACT = Guarantee.EXACTLY_ONCE
+MARIADB = Mysql.system == "mariadb"
+"""In MySQL, a prepared transaction belongs to no session (xa_detach_on_prepare): any other may end it at once."""
 
 
 @pytest.fixture
@@ -33,7 +33,8 @@ def rig(mysql: Mysql) -> Rig:
 
 
 def prepared_ids(mysql: Mysql) -> list[str]:
-    return [data.decode("ascii", "replace") for _, _, _, data in mysql.execute("XA RECOVER")]
+    found = [data for _, _, _, data in mysql.execute("XA RECOVER" if MARIADB else "XA RECOVER CONVERT XID")]
+    return [(d if MARIADB else bytes.fromhex(d.removeprefix("0x"))).decode("ascii", "replace") for d in found]
 
 
 class Hanging(LoadWriter):
@@ -77,8 +78,9 @@ def test_a_preparer_that_hangs_is_ended(mysql: Mysql, rig: Rig, commit: bool) ->
         assert committer.abort_orphans(()) == Ok(1)
     assert time.monotonic() - began < 60
     assert rig.visible().count == 50 * commit
-    with pytest.raises(Exception, match=r"2013|2006|1927|4031"):
-        writer.session.execute("SELECT 1")
+    if MARIADB:
+        with pytest.raises(Exception, match=r"2013|2006|1927|4031"):
+            writer.session.execute("SELECT 1")
 
 
 def test_a_commit_that_is_acknowledged_and_lost_is_not_taken_for_done(
@@ -94,6 +96,7 @@ def test_a_commit_that_is_acknowledged_and_lost_is_not_taken_for_done(
     assert isinstance(outcome, Failed) and "lost it" in outcome.reason
 
 
+@pytest.mark.skipif(not MARIADB, reason="the session that prepared holds nothing up")
 def test_1397_of_a_preparer_that_cannot_be_ended_is_neither_done_nor_lost(
     mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +286,7 @@ def test_shards_of_one_batch_upsert_side_by_side(mysql: Mysql) -> None:
     import pyarrow as pa
 
     table = mysql.table("id bigint PRIMARY KEY, other varchar(20), v bigint, UNIQUE (other)")
-    mysql.execute(f"INSERT INTO {table} SELECT seq, concat('o', seq), 0 FROM seq_0_to_19")
+    mysql.execute(f"INSERT INTO {table} VALUES " + ", ".join(f"({n}, 'o{n}', 0)" for n in range(20)))
     rig = Rig(
         mysql.sink(table, mechanism="two_phase", lockTimeout="2", mode="upsert", keyColumns="id", versionColumn="v")
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import subprocess
 import time
 import urllib.request
@@ -294,11 +295,14 @@ class PostgresPair:
 
 
 class Mysql(Server):
-    """A real MariaDB and what tests do with it, as `Postgres`."""
+    """A real MariaDB, or with `DELIVERED_MYSQL=mysql` MySQL itself, and what tests do with it, as `Postgres`."""
 
-    system = "mysql"
+    system = os.environ.get("DELIVERED_MYSQL", "mariadb")
     # The system keeps what a killed server wrote: without power loss, no sync is needed.
-    quick: ClassVar = {"innodb_flush_method": "nosync", "debug_no_sync": "1"}
+    quick: ClassVar = {
+        "innodb_flush_method": "nosync",
+        **({"debug_no_sync": "1"} if system == "mariadb" else {}),
+    }
     _names = itertools.count()
 
     @property

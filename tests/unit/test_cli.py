@@ -200,7 +200,7 @@ def test_brokers_of_an_empty_folder(tmp_path: Path) -> None:
 def test_what_cannot_be_fetched_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELIVERED_CACHE", str(tmp_path))
     (tmp_path / "mariadb").write_text("in the way")
-    code, _, err = call("brokers", "fetch", "postgres", "mysql")
+    code, _, err = call("brokers", "fetch", "postgres", "mariadb")
     assert code == 1
     assert "mariadb" in err
     assert [p.name for p in tmp_path.iterdir()] == ["mariadb"]

@@ -1,6 +1,8 @@
-"""MariaDB, which stands for MySQL, from Debian's packages: a user `delivered` without a password, a database `dev`.
+"""MySQL itself, from the packages of Debian's unstable suite: a user `delivered` without a password, a database `dev`.
 
-It runs as the current user, listens only on 127.0.0.1, and only accepts that user from there.
+Debian's releases hold MariaDB alone (`mariadb`). The server is unpacked into the cache with the libraries it was
+built for, its C library included, and started by their own loader: nothing is installed, and the release of the
+machine's own Debian does not matter.
 """
 
 from __future__ import annotations
@@ -8,52 +10,46 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from delivered import DeliveredError
 from delivered.machine import cache_folder
+from delivered_lab.brokers.mariadb import DATABASE, MYSQL, USER, answers, init_file
 from delivered_lab.brokers.servers import (
     Say,
     Server,
     State,
     as_lines,
-    connected,
     fetch_packages,
     run_tool,
     split_address,
     version_line,
 )
 
-MYSQL = "MYSQL"
-USER, DATABASE = "delivered", "dev"
-PACKAGES = ("mariadb-server-core", "libaio1", "libnuma1", "liburing2")
+SUITE, PACKAGES = "unstable", ("mysql-server-core",)
 _SETTINGS = {
     "bind_address": "127.0.0.1",
     "skip_name_resolve": "1",
     "socket": "mysql.sock",  # relative to the data folder: a full path may be too long for a socket
     "pid_file": "mysql.pid",
-    "log_warnings": "1",
+    "mysqlx": "0",  # the X protocol would listen on every address
     "performance_schema": "0",
     "character_set_server": "utf8mb4",
     "innodb_buffer_pool_size": "128M",
-    "innodb_log_file_size": "64M",
-    "key_buffer_size": "1M",
-    "aria_pagecache_buffer_size": "4M",
+    "innodb_redo_log_capacity": "64M",
     "max_connections": "200",
+    "local_infile": "1",
 }
-_TABLES = ("system_tables", "performance_tables", "system_tables_data")
 
 
 def fetch(say: Say) -> Path:
     """The folder with the files of its Debian packages, fetched once."""
-    return fetch_packages("MariaDB", cache_folder() / "mariadb" / "debian", PACKAGES, "10 MB", say)
+    return fetch_packages("MySQL", cache_folder() / "mysql" / SUITE, PACKAGES, "60 MB", say, suite=SUITE)
 
 
 def prepare(folder: Path, state: State, say: Say) -> list[str]:
     """Initialises the data folder if it is new."""
-    root, data = fetch(say), folder / "data"
-    start, users = folder / "my.cnf", folder / "users.sql"
+    root, data, start = fetch(say), folder / "mysql", folder / "mysql.cnf"
     settings = {
         "datadir": data,
         "basedir": root / "usr",
@@ -71,52 +67,27 @@ def prepare(folder: Path, state: State, say: Say) -> list[str]:
     }
     for name in ("tmp", "files"):
         (folder / name).mkdir(exist_ok=True)
-    start.write_text("[mariadbd]\n" + as_lines(settings, " = "), encoding="utf-8")
-    # The server reads one statement per line.
-    users.write_text(
-        f"CREATE USER IF NOT EXISTS '{USER}'@'127.0.0.1';\n"
-        f"GRANT ALL ON *.* TO '{USER}'@'127.0.0.1' WITH GRANT OPTION;\n"
-        f"CREATE DATABASE IF NOT EXISTS {DATABASE};\n",
-        encoding="utf-8",
-    )
+    (folder / "files").chmod(0o700)
+    start.write_text("[mysqld]\n" + as_lines(settings, " = "), encoding="utf-8")
     command = [*_program(root), f"--defaults-file={start}"]
-    if not (data / ".made").exists():
-        _create_tables(command, root, data)
-    return [*command, f"--init-file={users}"]
-
-
-def answers(state: State) -> bool:
-    """Whether the server greets with protocol version 10, as it does once it accepts logins."""
-    with suppress(OSError), connected(state.listeners[MYSQL]) as peer:
-        head = peer.makefile("rb").read(5)
-        return len(head) == 5 and head[4] == 10
-    return False
-
-
-def _create_tables(command: list[str], root: Path, data: Path) -> None:
-    """The server's own tables."""
-    shutil.rmtree(data, ignore_errors=True)
-    (data / "mysql").mkdir(parents=True)
-    share = root / "usr/share/mysql"
-    script = "CREATE DATABASE IF NOT EXISTS mysql;\nUSE mysql;\n"
-    for name in _TABLES:
-        script += next(share.glob(f"*_{name}.sql")).read_text(encoding="utf-8")
-    options = ("--bootstrap", "--log-warnings=0", "--max-allowed-packet=8M", "--net-buffer-length=16K")
-    try:
-        run_tool([*command, *options], "BROKER_START.MARIADB", data, input=script)
-    except DeliveredError:
+    if not (folder / ".made").exists():
         shutil.rmtree(data, ignore_errors=True)
-        raise
-    (data / ".made").touch()
+        try:
+            run_tool([*command, "--initialize-insecure"], "BROKER_START.MYSQL", folder)
+        except DeliveredError:
+            shutil.rmtree(data, ignore_errors=True)
+            raise
+        (folder / ".made").touch()
+    return [*command, f"--init-file={init_file(folder)}"]
 
 
 def _program(root: Path) -> list[str]:
-    libraries = ":".join(str(root / f) for f in ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"))
-    return ["/usr/bin/env", f"LD_LIBRARY_PATH={libraries}", str(root / "usr/sbin/mariadbd")]
+    (loader,) = root.glob("usr/lib/*-linux-gnu/ld-linux-*.so.*")
+    return [str(loader), "--library-path", str(loader.parent), str(root / "usr/sbin/mysqld")]
 
 
 def version() -> str:
-    """It names MariaDB, such as "10.11.14-MariaDB-0+deb12u1"."""
+    """As MySQL names itself, such as "9.7.4-2"."""
     return version_line(_program(fetch(lambda _: None))).split("Ver ")[1].split()[0]
 
 

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import json
 import os
+import pwd
 import random
 import secrets
 import shutil
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import quoteattr
@@ -459,6 +461,7 @@ def fetch_packages(
     size: str,
     say: Say,
     fix: Callable[[Path, Path], None] | None = None,
+    suite: str | None = None,
 ) -> Path:
     """The folder with the files of Debian's packages, fetched once.
 
@@ -467,6 +470,7 @@ def fetch_packages(
         root: the folder.
         size: of the download, for messages.
         fix: called with the folder of the unpacked files, and with their final place.
+        suite: of Debian, instead of the one installed here: packages come with all that they depend on.
 
     Raises:
         DeliveredError: no Debian system, or the download failed.
@@ -479,9 +483,9 @@ def fetch_packages(
     say(f"fetching {system} from Debian's packages, once ({size})")
     work = Path(tempfile.mkdtemp(prefix=".fetch-", dir=root.parent))
     try:
-        _run_debian(system, ["apt-get", "download", "-q", *packages], work)
+        _download(system, packages, work, suite)
         unpacked = work / "root"
-        for package in sorted(work.glob("*.deb")):
+        for package in sorted(work.glob("**/*.deb")):
             _run_debian(system, ["dpkg-deb", "-x", str(package), str(unpacked)], work)
         if fix is not None:
             fix(unpacked, root)
@@ -493,18 +497,50 @@ def fetch_packages(
     return root
 
 
-def _run_debian(system: str, command: list[str], folder: Path) -> None:
-    failed, output = _run(command, folder)
+_KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
+
+
+def _download(system: str, packages: Sequence[str], work: Path, suite: str | None) -> None:
+    """Packages as files in `work`; of another suite, from the mirror that this machine uses for its own."""
+    if suite is None:
+        _run_debian(system, ["apt-get", "download", "-q", *packages], work)
+        return
+    command = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Label: Debian", "Origin: Debian"]
+    failed, output = _run(command, work)
+    if failed or not output.strip():
+        raise DeliveredError("DOWNLOAD_FAILED.APT", command=" ".join(command), system=system, output=output[-600:])
+    mirror = output.split()[0]
+    for folder in ("lists/partial", "cache/archives/partial"):
+        (work / folder).mkdir(parents=True)
+    (work / "suite.list").write_text(f"deb [signed-by={_KEYS}] {mirror} {suite} main\n", encoding="utf-8")
+    settings = {
+        "Dir::Etc::sourcelist": work / "suite.list",
+        "Dir::Etc::sourceparts": "-",
+        "Dir::State::lists": work / "lists",
+        "Dir::State::status": "/dev/null",  # as if nothing were installed: every library comes along
+        "Dir::Cache": work / "cache",
+        "APT::Sandbox::User": pwd.getpwuid(os.geteuid()).pw_name,
+        "APT::Install-Recommends": "false",
+        "Debug::NoLocking": "true",
+    }
+    (work / "apt.conf").write_text(as_lines({k: f'"{v}";' for k, v in settings.items()}, " "), encoding="utf-8")
+    run = partial(_run_debian, system, folder=work, variables={"APT_CONFIG": str(work / "apt.conf")})
+    run(command=["apt-get", "update", "-q"])
+    run(command=["apt-get", "install", "-q", "--yes", "--download-only", *packages])
+
+
+def _run_debian(system: str, command: list[str], folder: Path, variables: Mapping[str, str] | None = None) -> None:
+    failed, output = _run(command, folder, variables)
     if failed:
         raise DeliveredError("DOWNLOAD_FAILED.APT", command=command[0], system=system, output=output.strip()[-600:])
 
 
-def _run(command: list[str], folder: Path) -> tuple[bool, str]:
+def _run(command: list[str], folder: Path, variables: Mapping[str, str] | None = None) -> tuple[bool, str]:
     """Whether a command failed, and its output."""
     try:
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False,
-            stdin=subprocess.DEVNULL, env={**os.environ, "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL, env={**os.environ, "LC_ALL": "C", **(variables or {})},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return True, f"not finished after {FETCH_TIMEOUT_S:.0f} s"

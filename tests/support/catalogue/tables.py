@@ -134,7 +134,7 @@ def _mysql_expression(name: str, kind: pa.DataType) -> str:
     if _t.is_timestamp(kind):
         return f"TIMESTAMPDIFF(MICROSECOND, '1970-01-01', {column})"
     if _t.is_time(kind):
-        return f"CAST(TIME_TO_SEC({column}) * 1000000 AS signed)"
+        return f"CAST(TIME_TO_SEC({column}) * 1000000 AS signed) DIV 1000000 * 1000000 + MICROSECOND({column})"
     return column
 
 

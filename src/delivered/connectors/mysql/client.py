@@ -47,7 +47,6 @@ _SETTINGS = {
     "foreign_key_checks": "1",
     "unique_checks": "1",
     "sql_notes": "1",
-    "max_error_count": "64",
     "sql_big_selects": "1",
     "sql_select_limit": "18446744073709551615",
 }
@@ -83,6 +82,9 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
         settings = {**_SETTINGS, "innodb_lock_wait_timeout": lock_s, "lock_wait_timeout": lock_s}
         if session.mariadb:
             settings["max_statement_time"] = "0"
+        # Setting it is a right of its own in MySQL, and only a server that keeps no warning at all needs it.
+        if session.execute("SELECT @@max_error_count").fetchone()[0] == 0:
+            settings["max_error_count"] = "64"
         session.execute("SET SESSION " + ", ".join(f"{k} = {v}" for k, v in settings.items()))
         session.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
         if writes:

@@ -344,8 +344,9 @@ def _selected(f: pa.Field) -> str:
         return f"coalesce(to_days({name}) - 719528, {_as_text(name)})"
     if t.is_binary(f.type):
         return f"concat('\"', lower(hex({name})), '\"')"
-    if t.is_floating(f.type):
-        return f"{name} * 1e0"  # a bare float is printed with six digits
+    if t.is_float32(f.type):
+        # A bare float is printed with six digits; a double exactly, but in MySQL a product of one with fifteen.
+        return f"{name} * 1e0"
     if t.is_string(f.type):
         return f"concat('\"', replace(CONVERT({name} USING utf8mb4), '\"', '\"\"'), '\"')"
     return name

@@ -48,6 +48,7 @@ from delivered.kits.mysql import DENIED
 from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Connection, Definition, Dialect, Server, quoted
 from delivered.kits.sql.ledger import SqlLedger
 from delivered.kits.sql.merge import ORDER, ROUND, Merge
+from delivered.kits.sql.table import Mechanism
 from delivered.kits.sql.transactions import (
     Names,
     PreparedRows,
@@ -287,10 +288,21 @@ def xid(gid: str) -> str:
 
 
 def list_transactions(session: Session, scope: Scope, options: MysqlOptions) -> list[OpenTransaction]:
-    """Every prepared transaction of this pipeline and sink, oldest first. Raises MySQLError."""
+    """Every prepared transaction of this pipeline and sink, oldest first. Raises MySQLError.
+
+    In MySQL, listing them is a right of its own, without which no pipeline prepares any (`check_allowed`).
+    """
+    from delivered.connectors.mysql.session import ERRORS
+
     prefix = id_prefix(scope, options.ledger_schema)
     prepared = []
-    for gid in _prepared(session):
+    try:
+        ids = _prepared(session)
+    except ERRORS as error:
+        if options.mechanism is Mechanism.TWO_PHASE or client.error_number(error) not in DENIED:
+            raise
+        return []
+    for gid in ids:
         match = _ID.fullmatch(gid[len(prefix) :]) if gid.startswith(prefix) else None
         if match is not None:
             prepared.append((int(match[3], 16), gid))
@@ -375,7 +387,7 @@ def check_allowed(session: Session, options: MysqlOptions) -> None:
     from delivered.connectors.mysql.session import ERRORS
 
     try:
-        session.execute("XA RECOVER")
+        _prepared(session)
     except ERRORS as error:
         if client.error_number(error) not in DENIED:
             raise
@@ -397,10 +409,11 @@ def give_up_earlier(session: Session, work: Work, options: MysqlOptions) -> None
 
 
 def _prepared(session: Session) -> list[str]:
-    """Every prepared transaction of the server, with ids in the form above where possible."""
+    """Every prepared transaction of the server, with ids in the form above where possible. Raises MySQLError."""
     ids = []
-    for _, first, second, data in session.execute("XA RECOVER").fetchall():
-        raw = data if isinstance(data, bytes) else str(data).encode("utf-8", "surrogateescape")
+    # Ids of other applications hold any bytes: MySQL would return them as text that is none.
+    for _, first, second, data in session.execute(f"XA RECOVER{'' if session.mariadb else ' CONVERT XID'}").fetchall():
+        raw = data if session.mariadb else bytes.fromhex(data.removeprefix("0x"))
         text = raw[:first] + b":" + raw[first : first + second]
         ids.append(text.decode("ascii", "replace"))
     return ids

@@ -16,9 +16,9 @@ time                      time(6)
 null                      -                    any
 list, struct, map, duration, others: refused
 
--0.0 becomes 0.0, which has the same fingerprint. Types that would silently change values are not accepted: fewer than
-six fractional digits of seconds, float(m, d), enum ('2' means its second value), char and binary (trailing characters
-are lost or added), texts in other charsets.
+In MariaDB, -0.0 becomes 0.0, which has the same fingerprint. Types that would silently change values are not accepted:
+fewer than six fractional digits of seconds, float(m, d), enum ('2' means its second value), char and binary (trailing
+characters are lost or added), texts in other charsets.
 """
 
 from __future__ import annotations
@@ -463,7 +463,7 @@ def numbered_table(
 def _row_hashes(columns: Sequence[str]) -> str:
     """SQL of the sum of all rows' hashes, modulo 2^64."""
     row = f"concat_ws(',', {', '.join(f'quote({quoted(n)})' for n in columns)})"
-    return f"CAST(mod(sum(CAST(conv(left(md5({row}), 16), 16, 10) AS UNSIGNED)), 18446744073709551616) AS CHAR)"
+    return f"CAST(mod(sum(CAST(conv(left(sha2({row}, 256), 16), 16, 10) AS UNSIGNED)), 18446744073709551616) AS CHAR)"
 
 
 def table_columns(session: Session, table: ServerTable) -> dict[str, ServerColumn]:

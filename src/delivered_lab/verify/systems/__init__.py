@@ -24,10 +24,12 @@ from delivered_lab.verify.systems.base import Poll, Row, SinkClient, SinkKind, S
 SQLITE, POSTGRES, POSTGRES_2PC, DELTA, FILES = "sqlite", "postgres", "postgres-2pc", "delta", "files"
 KAFKA, KAFKA_LIBRDKAFKA = "kafka", "kafka-librdkafka"
 MYSQL, MYSQL_XA, ICEBERG = "mysql", "mysql-xa", "iceberg"
+MARIADB, MARIADB_XA = "mariadb", "mariadb-xa"
 RABBITMQ, PULSAR, RABBITMQ_STREAM, LOG = "rabbitmq", "pulsar", "rabbitmq_stream", "log"
 GROUP = f"{KAFKA}-{POSTGRES}-{DELTA}"
 _SINK_ORDER = (
-    SQLITE, KAFKA, KAFKA_LIBRDKAFKA, POSTGRES, POSTGRES_2PC, MYSQL, MYSQL_XA, DELTA, ICEBERG, FILES, GROUP, RABBITMQ,
+    SQLITE, KAFKA, KAFKA_LIBRDKAFKA, POSTGRES, POSTGRES_2PC, MYSQL, MYSQL_XA, MARIADB, MARIADB_XA,
+    DELTA, ICEBERG, FILES, GROUP, RABBITMQ,
 )  # fmt: skip
 _SOURCE_ORDER = (LOG, KAFKA, KAFKA_LIBRDKAFKA, PULSAR, RABBITMQ_STREAM, RABBITMQ)
 """In the order of cases and pages; all others follow by name."""

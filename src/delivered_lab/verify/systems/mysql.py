@@ -1,4 +1,4 @@
-"""A table of a MySQL or MariaDB database, read with PyMySQL by the judge's own statements."""
+"""A table of MySQL itself, read with PyMySQL by the judge's own statements; `mariadb` has the same of MariaDB."""
 
 from __future__ import annotations
 
@@ -146,18 +146,26 @@ class MysqlTable(SqlTable):
 
 def _prepared(cursor: Any) -> list[tuple[str, str]]:
     """Every prepared transaction of the server: for display, and its id as SQL."""
-    cursor.execute("XA RECOVER")
+    mariadb = "mariadb" in str(cursor.connection.server_version).lower()
+    cursor.execute("XA RECOVER" if mariadb else "XA RECOVER CONVERT XID")
     found = []
     for form, first, second, data in cursor.fetchall():
-        raw = data if isinstance(data, bytes) else str(data).encode()
+        raw = data if isinstance(data, bytes) else bytes.fromhex(str(data).removeprefix("0x"))
         parts = f"x'{raw[:first].hex()}',x'{raw[first : first + second].hex()}',{int(form)}"
         found.append((raw.decode("utf-8", "replace"), parts))
     return found
 
 
-def _sink(name: str, two_phase: bool) -> SinkKind:
+def build_system(server: str) -> System:
+    """Tables of one kind of server: rows with their decision in one transaction, and by XA."""
     words = Statements("XA PREPARE", "XA COMMIT", "LOAD DATA")
-    return SinkKind(name, "mysql", MysqlTable, "mysql", two_phase=two_phase, locks=True, statements=words, upserts=True)
+
+    def build_sink(name: str, two_phase: bool) -> SinkKind:
+        return SinkKind(
+            name, "mysql", MysqlTable, server, two_phase=two_phase, locks=True, statements=words, upserts=True
+        )  # fmt: skip
+
+    return System((build_sink(server, False), build_sink(f"{server}-xa", True)), proxy=MysqlProxy)
 
 
-SYSTEM = System((_sink("mysql", False), _sink("mysql-xa", True)), proxy=MysqlProxy)
+SYSTEM = build_system("mysql")
