@@ -19,7 +19,8 @@ PITFALLS = {
     3: ("A replay was recognised only within the retained snapshots.",
         "paimon#9667", "A ledger forgets only batches older than any that Spark can replay."),
     4: ("The table that gave exactly-once grew to 600 MB and hung the service.",
-        "risingwave#21376", "Ledgers are pruned; their size is tested over a million batches."),
+        "risingwave#21376", "A ledger keeps the newest 1,000 decisions of a sink, with files a record in each batch's folder; "
+        "tested over a million batches in SQLite."),
     5: ("A transaction expired between checkpoint and commit; the job logged a possible loss and continued.",
         "Flink's KafkaCommitter, flink#5030, doris-spark-connector#205",
         "The marker is looked up; the shard is rewritten, or the query stops."),

@@ -56,8 +56,8 @@ def status(
         bool,
         typer.Option(
             "--check",
-            help="For a probe: exit code 0 if each pipeline's driver works on this host, or no record waits; 1 if not; "
-            "3 if a server did not answer. Prints why not.",
+            help="For a readiness probe: exit code 0 if each pipeline has a driver running on this host, or has no lag; "
+            "1 if not, or if it is stalled; 3 if a server did not answer. Prints the reason.",
         ),
     ] = False,
     output: OutputOption = Output.TEXT,

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
 TRUSTED = "tlsTrustCertsFile"
 UPSERT_OPTIONS = (
-    Option(
-        "keyColumns", "For upsert: comma-separated key columns. A table of a database needs a unique index on them."
-    ),
+    Option("keyColumns", "For upsert: comma-separated key columns."),
     Option("versionColumn", "For upsert: a row is written only if its version is greater than the stored one."),
     Option(
         "deleteColumn",
@@ -112,7 +110,8 @@ def write_mode() -> Any:
     return several(
         lambda owner, values: parse_mode(owner, values, modes),
         Option("mode", doc, "append"),
-        *UPSERT_OPTIONS,
+        Option("keyColumns", "For upsert and insert: comma-separated key columns. They need a unique index."),
+        *UPSERT_OPTIONS[1:],
         *CONDITION_OPTIONS,
         default=APPEND,
     )
