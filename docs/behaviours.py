@@ -1,4 +1,4 @@
-"""The table of docs/connectors/kafka.md: what the tests of Spark's own Kafka connector assert, from our tests' rows."""
+"""The table of docs/connectors/kafka-parity.md: what the tests of Spark's own Kafka connector assert, from our tests' rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def table() -> str:
         f"{len(found)} behaviours: {count['same']} the same, {count['different']} different, "
         f"{count['missing']} missing.",
         "",
-        "### What differs",
+        "## What differs",
         "",
         "| behaviour | `delivered_kafka` | `kafka` | why |",
         "|---|---|---|---|",
@@ -51,7 +51,7 @@ def table() -> str:
         late = sum(row.matrix for row in of_area)
         when = "" if not late else ", in `make verify`" if late == len(of_area) else f", {late} rows in `make verify`"
         lines += [
-            f"### {area.title}",
+            f"## {area.title}",
             "",
             f"From {area.suites}; run by `tests/spark/test_parity.py -k {scenario}`{when}.",
             "",

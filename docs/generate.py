@@ -55,7 +55,7 @@ def reference() -> str:
 
 
 def pages() -> dict[Path, str]:
-    audit, kafka, new = DOCS / "audit.md", DOCS / "connectors" / "kafka.md", DOCS / "new-connector.md"
+    audit, parity, new = DOCS / "audit.md", DOCS / "connectors" / "kafka-parity.md", DOCS / "new-connector.md"
     file = DOCS / "pipeline-file.md"
     versions, readme = DOCS / "spark-versions.md", DOCS.parent / "README.md"
     operate, kafka_logins = DOCS / "operate.md", DOCS / "connectors" / "kafka-logins.md"
@@ -65,7 +65,7 @@ def pages() -> dict[Path, str]:
         DOCS / "benchmark.md": benchmark.page(),
         DOCS / "checkpoint.md": checkpoint.page(),
         kafka_logins: logins.into(kafka_logins.read_text(encoding="utf-8")),
-        kafka: behaviours.into(kafka.read_text(encoding="utf-8")),
+        parity: behaviours.into(parity.read_text(encoding="utf-8")),
         new: new_connector.into(new.read_text(encoding="utf-8")),
         operate: metrics.into(operate.read_text(encoding="utf-8")),
         DOCS / "cli.md": cli.page(),

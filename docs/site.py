@@ -22,6 +22,8 @@ ROOT = Path(__file__).parent.parent
 PAGES, SITE = ROOT / "build" / "pages", ROOT / "build" / "site"
 ROOT_PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 """Pages outside docs/ that the site has, too."""
+_UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
+"""Front matter of pages that the site's search skips."""
 
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _TARGET = re.compile(r'(?<=\]\()[^()\s]+(?=\))|(?<=src=")[^"]+(?=")|(?<=srcset=")[^"]+(?=")|(?<=href=")[^"]+(?=")')
@@ -62,6 +64,11 @@ def place(file: Path) -> Path:
     return Path(file.name.lower()) if str(file) in ROOT_PAGES else Path("files") / file
 
 
+def is_searched(page: Path) -> bool:
+    """Whether the site's search finds the page: what only contributors need would hide what users look for."""
+    return "decisions" not in page.parts and page.name not in ("ARCHITECTURE.md", "CONTRIBUTING.md")
+
+
 def staged(page: Path, text: str) -> str:
     """A page's text with its links as they are in the site."""
 
@@ -71,12 +78,13 @@ def staged(page: Path, text: str) -> str:
         file, anchor = linked(page, match[0])
         return os.path.relpath(place(file), place(page).parent) + (f"#{anchor}" if anchor else "")
 
-    return "".join(_TARGET.sub(relative, part) if is_prose else part for part, is_prose in prose(text))
+    text = "".join(_TARGET.sub(relative, part) if is_prose else part for part, is_prose in prose(text))
+    return text if is_searched(page) else _UNSEARCHED + text
 
 
 def decisions() -> str:
     """The index of docs/decisions; on GitHub, the folder itself is one."""
-    lines = ["# Design decisions", "", "Context, choice, measurements, cost.", ""]
+    lines = [_UNSEARCHED + "# Design decisions", "", "Why it is built so: context, choice, measurements, cost.", ""]
     for page in sorted((ROOT / "docs" / "decisions").glob("*.md")):
         heading = page.read_text(encoding="utf-8").partition("\n")[0]
         lines.append(f"- [{heading.lstrip('# ')}]({page.name})")

@@ -1,4 +1,4 @@
-"""Every row of docs/connectors/kafka.md, run by our Kafka connector and by Spark's own in one session.
+"""Every row of docs/connectors/kafka-parity.md, run by our Kafka connector and by Spark's own in one session.
 
 A row fails if either of the two does something else than the page says: also where a difference is gone.
 """

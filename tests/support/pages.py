@@ -77,12 +77,11 @@ ONLY_CHECKED = {
         "rebuild orders.yaml",
     ): "not tried as written; tests/broker/test_rebuild.py kills a swap, tests/spark/test_replay.py rebuilds",
     ("docs/verify.md", "delivered verify"): "hours of faults; the selections are listed by test_code_on_pages.py",
-    ("docs/cluster.md", "spark-submit"): "needs a cluster; tests/spark/test_cluster.py starts one and submits to it",
     ("docs/deploy.md", "docker build"): "needs a Docker daemon and a Kubernetes cluster",
     (
         "docs/deploy.md",
         "spark-submit",
-    ): "needs a standalone cluster and YARN; tests/spark/test_deploy.py tries the former",
+    ): "needs a standalone cluster and YARN; tests/spark/test_cluster.py and test_deploy.py try the former",
 }
 """(page, how a block begins or what it has) -> why the block is checked and planned, but not run by a reader."""
 

@@ -1,4 +1,4 @@
-"""Rows of docs/connectors/kafka.md that need no session, and the format of all rows."""
+"""Rows of docs/connectors/kafka-parity.md that need no session, and the format of all rows."""
 
 from __future__ import annotations
 
