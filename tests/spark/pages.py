@@ -189,7 +189,7 @@ def database(r: Reader, server: str, columns: str, page_url: str, page_table: st
     url = r.server(server).url
     table = r.server(server).table(columns)
     r.swap[page_url], r.swap[f'"{page_table}"'] = url, f'"{table}"'
-    r.swap['.option("user", "loader").option("password", "env:SHOP_PASSWORD")'] = ""
+    r.swap['.option("user", "loader")'] = r.swap['.option("password", "env:SHOP_PASSWORD")'] = ""
     return str(table)
 
 
@@ -468,7 +468,7 @@ def receiver(r: Reader) -> Iterator[None]:
     queue, table = r.server("rabbitmq").queue(), r.server("postgres").table("value bytea")
     r.server("rabbitmq").send(queue, ((f"m{n}", b"x") for n in range(RECORDS)))
     r.swap |= {
-        "amqp://app@broker:5672/": r.server("rabbitmq").url, 'password: "${env:RABBIT}", ': "",
+        "amqp://app@broker:5672/": r.server("rabbitmq").url, '  password: "${env:RABBIT}"\n': "",
         "queue: orders": f"queue: {queue}", "postgresql://db:5432/shop": r.server("postgres").url,
         "dbtable: orders": f"dbtable: {table}, select: [value]", "run orders.yaml": "run orders.yaml --available-now",
     }  # fmt: skip
