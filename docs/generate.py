@@ -11,6 +11,7 @@ from docs import (
     benchmark,
     checkpoint,
     cli,
+    facts,
     logins,
     metrics,
     new_connector,
@@ -60,6 +61,7 @@ def pages() -> dict[Path, str]:
     versions, readme = DOCS / "spark-versions.md", DOCS.parent / "README.md"
     operate, kafka_logins = DOCS / "operate.md", DOCS / "connectors" / "kafka-logins.md"
     return {
+        **facts.pages(),
         readme: support.into(readme.read_text(encoding="utf-8")),
         audit: recompute.into(audit.read_text(encoding="utf-8")),
         DOCS / "benchmark.md": benchmark.page(),
@@ -86,13 +88,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    stale = [p for p, text in pages().items() if not p.exists() or p.read_text(encoding="utf-8") != text]
+    stale = {p: text for p, text in pages().items() if not p.exists() or p.read_text(encoding="utf-8") != text}
     if check:
         for page in stale:
             sys.stderr.write(f"{page.name} is not up to date; run `make docs`\n")
         return 1 if stale else 0
-    for page in stale:
-        page.write_text(pages()[page], encoding="utf-8")
+    for page, text in stale.items():
+        page.write_text(text, encoding="utf-8")
     from docs import benchmark_plot, demo  # the chart library is loaded for their pictures alone
 
     demo.draw(demo.stored())

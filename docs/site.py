@@ -102,7 +102,10 @@ def stage() -> None:
             (PAGES / place(file)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / file, PAGES / place(file))
     with (PAGES / "errors.md").open("a", encoding="utf-8") as page_of_errors:
-        page_of_errors.write("\n" + errors.listing())  # not kept in docs/: it would change with every error
+        page_of_errors.write(errors.index())
+    (PAGES / "errors").mkdir()
+    for name, text in errors.pages():  # not kept in docs/: they would change with every error
+        (PAGES / name).write_text(text, encoding="utf-8")
     (PAGES / "decisions" / "index.md").write_text(decisions(), encoding="utf-8")
     for asset in ("iframe-worker.js", "site.css"):
         shutil.copyfile(ROOT / "docs" / asset, PAGES / asset)

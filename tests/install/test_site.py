@@ -21,6 +21,6 @@ def test_the_site_builds_and_its_search_works_from_disk_without_another_host() -
         found = page.locator("a[href$='#delivered_ledger_ahead']").first
         found.wait_for()
         found.click()
-        page.wait_for_url("**/errors.html*")
-        assert page.locator("h1").inner_text().startswith("Error codes")
+        page.wait_for_url("**/errors/batches.html*")
+        assert page.locator("h1").inner_text().startswith("Errors: Batches")
     assert {url.partition(":")[0] for url in requests} <= {"file", "data", "blob", "about"}

@@ -217,7 +217,9 @@ _AS_IN_CODE = {"ARCHITECTURE.md", "README.md", "docs/new-connector.md"}
 
 
 def test_code_is_not_cut_at_the_width_of_a_page() -> None:
-    wide = [f"{b}: {line}" for b in BLOCKS if b.page not in _AS_IN_CODE for line in b.text.splitlines() if len(line) > 80]
+    wide = [
+        f"{b}: {line}" for b in BLOCKS if b.page not in _AS_IN_CODE for line in b.text.splitlines() if len(line) > 80
+    ]
     assert not wide, "at most 80 columns: a reader has to scroll, and misses the end"
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+from docs import facts
 from docs.site import ROOT, in_nav, is_external, linked, links, pages, place, problems, prose
 
 from delivered.model.catalogue import entries
@@ -68,3 +69,13 @@ def test_a_request_to_another_host_is_found(tmp_path: Path) -> None:
         "a.css loads //cdn.example.org/b.png",
         "search.js was not built: no search without a server",
     ]
+
+
+def test_a_connectors_page_has_every_section() -> None:
+    """Install, formats, guarantees and versions are in the table at its head; each page has the same sections."""
+    assert {p.stem for p in facts.FOLDER.glob("*.md")} - set(facts.PAGES) == {"kafka-logins", "kafka-parity", "upserts"}
+    for name in facts.PAGES:
+        text = (facts.FOLDER / f"{name}.md").read_text(encoding="utf-8")
+        assert facts.BEGIN in text, name
+        found = [h for h in re.findall(r"^## (.*)$", text, re.MULTILINE) if h in facts.HEADINGS]
+        assert tuple(found) == facts.HEADINGS, name
