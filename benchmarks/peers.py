@@ -250,13 +250,13 @@ def page(results: Mapping[str, Result], blocked: Mapping[str, float]) -> str:
     there = [p for p in PEERS.values() if any(k.startswith(f"{p.name}/") for k in results)]
     seeds = sorted({r.seed for r in results.values()})
     lines = [
-        "# Compared with other products",
+        "# The same kills for every product",
         "",
-        "Written by `make peers`: 1,200 records from one Kafka topic to another on one machine, with the same",
-        "kills and judges as in `delivered verify`. *Held*: these runs did not contradict the guarantee that the",
-        "product claims, which does not prove that it always holds. Lost and duplicated are what a read-committed",
-        "reader found, whatever the product claims. Each product is configured for that guarantee as its",
-        "documentation says, in `benchmarks/peer_apps`.",
+        "What other products do under the kills of `delivered verify`: 1,200 records from one Kafka topic to another",
+        "on one machine, judged from outside in the same way (`make peers`). *Held*: these runs did not contradict",
+        "the guarantee that the product claims, which does not prove that it always holds. Lost and duplicated are",
+        "what a read-committed reader found, whatever the product claims. Each product is configured for that",
+        "guarantee as its documentation says, in `benchmarks/peer_apps`.",
         "",
         "| product | claims | fault | runs | faults | held | lost | duplicated |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""The table of docs/connectors/kafka-parity.md: what the tests of Spark's own Kafka connector assert, from our tests' rows."""
+"""The tables of docs/connectors/kafka-parity.md, from our tests' rows: what tests of Spark's own connector assert."""
 
 from __future__ import annotations
 

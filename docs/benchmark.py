@@ -16,7 +16,8 @@ HERE = Path(__file__).parent
 
 _HEAD = """# Benchmark
 
-Written by `make docs` from the last stored run of `make bench`: {records:,} records of 8 + 100 bytes from one topic of
+Rates, CPU and memory next to Spark's own sinks and Flink, in one run (`make bench`). Look here before you size a
+pipeline: {records:,} records of 8 + 100 bytes from one topic of
 4 partitions into another, lz4, acks=all, on one machine with {cores} cores that runs Spark, its workers and the broker.
 Each repetition runs all cases in turn, each in its own session and JVM, from the start of the query to its end. A
 separate reader counts what arrived before a rate is accepted. Batches have 3 million records.

@@ -1,4 +1,4 @@
-"""The table at the head of each connector's page: install, formats, guarantees as the planner answers, versions tested."""
+"""The table at the head of each connector's page: install, formats, the planner's guarantees, versions tested."""
 
 from __future__ import annotations
 

@@ -7,11 +7,22 @@ import re
 import pytest
 from docs import notebook, screenshots
 from docs.generate import pages
+from docs.site import ROOT
 
 
 def test_generated_pages_are_up_to_date() -> None:
     stale = [page.name for page, text in pages().items() if not page.exists() or page.read_text() != text]
     assert not stale, f"{stale} are not up to date; run `make docs`"
+
+
+def test_every_page_begins_with_what_it_is() -> None:
+    """A sentence, before code, tables, pictures and headings."""
+    for page in (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "connectors").glob("*.md")):
+        text = re.sub(r"\A---\n.*?\n---\n", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        title, _, rest = text.strip().partition("\n")
+        first = rest.strip()
+        assert re.match(r"# \w", title), page.name
+        assert re.match(r"(?!Generated|Written|Measured)[\w`*[]", first) and not first.startswith("```"), page.name
 
 
 def test_the_notebook_tells_the_tutorial() -> None:
