@@ -122,7 +122,7 @@ def _declared_by(system: Types, kind: pa.DataType) -> str | None:
 
 
 def _shortened(text: str | None) -> str | None:
-    return text if text is None or len(text) < 70 else f"{text[:60]}..."
+    return text if text is None or len(text) < 46 else f"{text[:40]}..."
 
 
 def _arrow(text: str) -> pa.DataType:

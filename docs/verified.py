@@ -134,12 +134,12 @@ def source_results(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def sources(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Source and service against sinks; in brackets the faults that were injected."""
+    """Sink and service against sources; in brackets the faults that were injected."""
     asked = [s for s in SOURCE_KINDS if any(r["source"] == s for r in results)]
     sinks = [s for s in SINKS if any(r["sink"] == s for r in results)]
     if not asked:
         return [UNPROVEN.capitalize() + "."]
-    return _by_service("source", asked, sinks, "sink", results)
+    return _by_service("sink", sinks, asked, "source", results)
 
 
 def upserts(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -150,8 +150,7 @@ def upserts(results: Sequence[dict[str, Any]]) -> list[str]:
 
 def operators(results: Sequence[dict[str, Any]]) -> list[str]:
     """Workloads with an oracle, and sinks that they are run with, against failure points; and keys that differ."""
-    lines = ["| workload | sink | undisturbed | " + " | ".join(_PLACES) + " | missing, extra, different |"]
-    lines.append("|---" * (4 + len(_PLACES)) + "|")
+    lines = ["| workload, sink | none | " + " | ".join(_PLACES) + " | keys |", "|---" * (3 + len(_PLACES)) + "|"]
     for workload in (w for w in WORKLOADS.values() if w.oracle is not None):
         for sink in SINKS:
             row = [r for r in results if (r["workload"], r["sink"]) == (workload.name, sink)]
@@ -159,7 +158,7 @@ def operators(results: Sequence[dict[str, Any]]) -> list[str]:
                 continue
             cells = [cell(at(row, p)) for p in ("none", *_PLACES)]
             sums = ", ".join(str(sum(int(r[k]) for r in row)) for k in _BY_KEY) if row else NOTHING
-            lines.append(f"| {workload.name} | {sink} | " + " | ".join(cells) + f" | {sums} |")
+            lines.append(f"| {workload.name}, {sink} | " + " | ".join(cells) + f" | {sums} |")
     return lines
 
 
@@ -198,16 +197,19 @@ def cell(results: Sequence[dict[str, Any]]) -> str:
 
 
 def matrix(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Sink, guarantee and service against failure points; in brackets the faults that were injected."""
-    lines = ["| sink | guarantee | run by | " + " | ".join(_PLACES) + " |", "|---" * (3 + len(_PLACES)) + "|"]
-    for sink in SINKS:
-        for guarantee in (g for g in reversed(Guarantee) if g in SINK_KINDS[sink].guarantees):
-            for service in SERVICES:
+    """A table for each guarantee and service: sinks against failure points; in brackets the faults injected."""
+    lines = []
+    for guarantee in reversed(Guarantee):
+        for service in SERVICES:
+            lines += [f"### `{guarantee}`, run by {service}", "", "| sink | " + " | ".join(_PLACES) + " |"]
+            lines.append("|---" * (1 + len(_PLACES)) + "|")
+            for sink in (s for s in SINKS if guarantee in SINK_KINDS[s].guarantees):
                 row = [r for r in results if (r["sink"], r["guarantee"], r["service"]) == (sink, guarantee, service)]
                 absent = SINK_KINDS[sink].absent
                 cells = [NOTHING if p in absent else cell(at(row, p)) for p in _PLACES]
-                lines.append(f"| {sink} | `{guarantee}` | {service} | " + " | ".join(cells) + " |")
-    return lines
+                lines.append(f"| {sink} | " + " | ".join(cells) + " |")
+            lines.append("")
+    return lines[:-1]
 
 
 def _absences() -> list[str]:
@@ -379,7 +381,8 @@ def page() -> str:
             "## Operators",
             "",
             "`exactly_once`: queries that keep state ([workloads](verify.md#workloads)). What must be in the",
-            "sink is recomputed in plain Python from what the source holds, and compared by key.",
+            "sink is recomputed in plain Python from what the source holds, and compared by key. The last column",
+            "counts keys that are missing, extra or different.",
             "",
             *operators([r for r in results if WORKLOADS[r["workload"]].oracle is not None]),
             "",
