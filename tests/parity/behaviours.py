@@ -1,6 +1,6 @@
 """The assertions of Spark's own Kafka suites, row by row: behaviour of its connector and of this one.
 
-The table of docs/connectors/kafka-parity.md is generated from this. `tests/spark/test_parity.py` runs every row: it fails if
+docs/connectors/kafka-parity.md is generated from this. `tests/spark/test_parity.py` runs every row: it fails if
 an outcome changed, even if the two have become equal.
 """
 

@@ -56,7 +56,7 @@ def status(
         bool,
         typer.Option(
             "--check",
-            help="For a readiness probe: exit code 0 if each pipeline has a driver running on this host, or has no lag; "
+            help="For a readiness probe: exit code 0 if each pipeline has a driver running on this host, or no lag; "
             "1 if not, or if it is stalled; 3 if a server did not answer. Prints the reason.",
         ),
     ] = False,
