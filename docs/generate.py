@@ -11,7 +11,9 @@ from docs import (
     benchmark,
     checkpoint,
     cli,
+    diagrams,
     facts,
+    figures,
     logins,
     metrics,
     new_connector,
@@ -62,10 +64,11 @@ def reference() -> str:
 
 def pages() -> dict[Path, str]:
     audit, parity, new = DOCS / "audit.md", DOCS / "connectors" / "kafka-parity.md", DOCS / "new-connector.md"
-    file = DOCS / "pipeline-file.md"
+    file, limits = DOCS / "pipeline-file.md", DOCS / "limits.md"
     versions, readme = DOCS / "spark-versions.md", DOCS.parent / "README.md"
     operate, kafka_logins = DOCS / "operate.md", DOCS / "connectors" / "kafka-logins.md"
     return {
+        **diagrams.pages(),
         **facts.pages(),
         readme: support.into(readme.read_text(encoding="utf-8")),
         audit: recompute.into(audit.read_text(encoding="utf-8")),
@@ -74,6 +77,7 @@ def pages() -> dict[Path, str]:
         kafka_logins: logins.into(kafka_logins.read_text(encoding="utf-8")),
         parity: behaviours.into(parity.read_text(encoding="utf-8")),
         new: new_connector.into(new.read_text(encoding="utf-8")),
+        limits: figures.into(limits.read_text(encoding="utf-8")),
         operate: metrics.into(operate.read_text(encoding="utf-8")),
         DOCS / "cli.md": cli.page(),
         DOCS / "options.md": reference(),
@@ -104,6 +108,8 @@ def main() -> int:
 
     demo.draw(demo.stored())
     benchmark_plot.draw()
+    for picture in ("demo.svg", "benchmark.svg"):
+        diagrams.follow_dark(DOCS / picture)
     return 0
 
 
