@@ -16,8 +16,8 @@ Every command of `delivered`, with its arguments and options. `delivered COMMAND
 
 | exit code | |
 |---|---|
-| 0 | done; the guarantee held; nothing needs you |
-| 1 | failed; the guarantee is broken; a pipeline needs you |
+| 0 | done; the guarantee held; nothing needs attention |
+| 1 | failed; the guarantee is broken; a pipeline needs attention |
 | 2 | the request is wrong: an option, a file, a refused pipeline |
 | 3 | unknown: a server did not answer, or not everything could be judged |
 """

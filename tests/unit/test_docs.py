@@ -7,7 +7,8 @@ import re
 import pytest
 from docs import notebook, screenshots
 from docs.generate import pages
-from docs.site import ROOT
+from docs.site import ROOT, is_searched, prose
+from docs.site import pages as pages_of_site
 
 
 def test_generated_pages_are_up_to_date() -> None:
@@ -23,6 +24,33 @@ def test_every_page_begins_with_what_it_is() -> None:
         first = rest.strip()
         assert re.match(r"# \w", title), page.name
         assert re.match(r"(?!Generated|Written|Measured)[\w`*[]", first) and not first.startswith("```"), page.name
+
+
+_WORDS = {
+    r"\bwe\b|\bours\b": "the name of the thing: `delivered`, the sink, the driver",
+    r"\bby hand\b": "manually",
+    r"\bgo(es)? on\b": "continue",
+    r"\bneeds you\b": "needs attention",
+    r"\bway out\b": "next step, solution",
+    r"\bleft out\b": "skipped, dropped",
+    r"\b(busy|quiet) (cores|machine)\b": "the cores; how busy a machine was says nothing",
+    r"\bmend(s|ed)?\b": "fix",
+    r"\banew\b": "again",
+    r"\bPosixPath\b": "the path",
+}
+"""What pages for users do not say -> what they say instead."""
+
+
+def test_pages_use_the_words_of_the_field() -> None:
+    found = []
+    for page in pages_of_site():
+        if not is_searched(page) or page.name in ("CHANGELOG.md", "SECURITY.md", "types.md"):  # "ours": a name tried
+            continue
+        text = "".join(part for part, is_prose in prose((ROOT / page).read_text(encoding="utf-8")) if is_prose)
+        text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+        for pattern, instead in _WORDS.items():
+            found += [f"{page}: {m[0]!r}, write: {instead}" for m in re.finditer(pattern, text, re.IGNORECASE)]
+    assert found == []
 
 
 def test_the_notebook_tells_the_tutorial() -> None:

@@ -35,14 +35,14 @@ COMMANDS: dict[str, Place] = {
     "replay": Place(
         "run", "replay", "Deliver records of a time once more, into another sink, while the pipeline runs."
     ),
-    "rebuild": Place("run", "rebuild", "Make the sink's table anew from the source, compare both, and swap them."),
+    "rebuild": Place("run", "rebuild", "Make the sink's table again from the source, compare both, and swap them."),
     "explain": Place(
         "explain", "explain", "Explain an error code: what it means, what causes it, and what to run next."
     ),
     "status": Place(
         "status",
         "status",
-        "Show every pipeline's guarantee, position, lag, open transactions, last audit; exit code 1 if one needs you.",
+        "Show every pipeline's guarantee, position, lag, open transactions, last audit; exit 1 if one needs attention.",
     ),
     "top": Place("status", "top", "Show the same, again and again; as JSON lines with --output json."),
     "watch": Place(

@@ -235,7 +235,7 @@ def list_sagas(
     if stuck and output is Output.TEXT:
         note(
             f"{stuck} stuck: a compensation failed too often. Next: fix its cause, then delivered sagas retry ID; or "
-            "undo the step by hand, then delivered sagas done ID; or leave it as it is: delivered sagas skip ID"
+            "undo the step manually, then delivered sagas done ID; or leave it as it is: delivered sagas skip ID"
         )
 
 
@@ -254,7 +254,7 @@ def _resolve_by(event: str) -> Callable[..., None]:
         with contextlib.closing(_saga_log(log, password).open()) as opened:
             row = opened.resolve(id, Event(event), saga)
         did = {"saga": row.saga, "id": row.id, "step": row.step, "did": event}
-        text = f"{row.saga} {row.id}: undo of {row.step}: {event}; a worker goes on (delivered sagas run)"
+        text = f"{row.saga} {row.id}: undo of {row.step}: {event}; a worker continues (delivered sagas run)"
         answer(output, did, text)
 
     return resolve
@@ -262,8 +262,8 @@ def _resolve_by(event: str) -> Callable[..., None]:
 
 for _name, _event, _help in (
     ("retry", "retry", "Try a stuck saga's compensation again, with its attempts counted from the start."),
-    ("skip", "skipped", "Leave what a stuck saga's step did as it is, and go on with the compensations before it."),
-    ("done", "done", "Record that you have undone the stuck saga's step by hand; the compensations before it go on."),
+    ("skip", "skipped", "Leave what a stuck saga's step did as it is, and continue with the compensations before it."),
+    ("done", "done", "Record that you undid the stuck saga's step manually; the compensations before it continue."),
 ):
     _resolve = _resolve_by(_event)
     _resolve.__doc__ = _help

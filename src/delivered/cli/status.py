@@ -62,7 +62,7 @@ def status(
     ] = False,
     output: OutputOption = Output.TEXT,
 ) -> int:
-    """Show every pipeline's guarantee, position, lag, open transactions, last audit; exit code 1 if one needs you.
+    """Show every pipeline's guarantee, position, lag, open transactions, last audit; exit 1 if one needs attention.
 
     Asks ledgers, sinks and sources; needs neither Spark nor a running driver.
     """

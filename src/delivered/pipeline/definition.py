@@ -214,12 +214,12 @@ class Definition:
             for this pipeline's records, where others write to the sink too.
         conf, master: of the Spark session, if the pipeline makes one.
         new_checkpoint: start over although an earlier checkpoint wrote to this sink.
-        missing_ledger: go on although the ledger lacks batches of this checkpoint.
+        missing_ledger: continue although the ledger lacks batches of this checkpoint.
         new_target: continue although a sink's topic or table was dropped and recreated.
         lost_records: give up what a decided batch held, and sink and source have no more.
         on_bad_row: of a row that a sink refuses for itself, or for which the function of `delivered.arrow` raises, and
             of a record that cannot be decoded: "fail"; "dead_letter": it goes to that sink, in the same batch; "drop":
-            it is left out and counted as given up, at_most_once only.
+            it is dropped and counted as given up, at_most_once only.
         dead_letter: the sink of such rows.
         lineage: send OpenLineage events, to where OPENLINEAGE_URL or openlineage.yml says.
         notify: where `delivered run` and `delivered watch` report problems: {"webhook": "env:URL", "format": "slack"};

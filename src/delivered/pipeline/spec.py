@@ -47,7 +47,7 @@ PIPELINE_OPTIONS = OptionTable(
         Option("pipeline", "Name of the pipeline; two pipelines that share a sink need two names.", "the query's name"),
         Option("sink", "Name of this sink in its pipeline.", "made from its target"),
         Option("newCheckpoint", "accept: start over although an earlier checkpoint wrote to this sink.", "refuse"),
-        Option("missingLedger", "accept: go on although the ledger lacks batches of this checkpoint.", "refuse"),
+        Option("missingLedger", "accept: continue although the ledger lacks batches of this checkpoint.", "refuse"),
         Option("repeatedBatch", "accept: exactly_once may repeat a batch that a weaker guarantee began.", "refuse"),
         Option("newTarget", "accept: continue although the sink's topic or table was dropped and recreated.", "refuse"),
         Option("lostRecords", "accept: give up what a decided batch held, and sink and source have no more.", "refuse"),

@@ -135,7 +135,7 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
 
     Args:
         master: default: what `spark-submit` set, else `local[*]`.
-        conf: Spark configuration, overrides ours.
+        conf: Spark configuration, overrides the defaults.
     """
     if master is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
         master = "local[*]"  # spark-submit would have set a master

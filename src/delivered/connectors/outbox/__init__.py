@@ -198,8 +198,8 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
     schema_change: str = option(
         "schemaChange",
         "When the table of a change stream gets other columns, another identity or other partitions. stop: the query "
-        "stops there; new: it goes on with the table as it is then; a position, as the error names it: "
-        "it goes on after this change alone.",
+        "stops there; new: it continues with the table as it is then; a position, as the error names it: "
+        "it continues after this change alone.",
         OptionType(_schema_change),
         default=STOP,
         example="0/1A2B3C8",
