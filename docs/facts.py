@@ -44,7 +44,7 @@ PAGES = {
     "iceberg": Page(("iceberg",), "iceberg", clients=("pyiceberg",)),
     "kafka": Page(("kafka",), "kafka", f"Apache Kafka {kafka.VERSION}", ("kafka-python", "confluent-kafka"), "kafka"),
     "log": Page(("log",), "log", clients=("deltalake",)),
-    "mysql": Page(("mysql",), "mysql", "MariaDB 10.11; MySQL itself is untested", ("pymysql",), "mysql"),
+    "mysql": Page(("mysql",), "mysql", "MariaDB 10.11, MySQL 9.7", ("pymysql",), "mysql"),
     "outbox": Page(("outbox",), "outbox", "PostgreSQL, MariaDB 10.11, SQLite", ("psycopg", "pymysql")),
     "postgres": Page(("postgres",), "postgres", "PostgreSQL 18", ("psycopg",), "postgres"),
     "pulsar": Page(("pulsar",), "pulsar", f"Apache Pulsar {pulsar.VERSION}", ("pulsar-client",), "pulsar"),
