@@ -139,3 +139,15 @@ def test_audits_continue_from_the_seal_of_all_keys_behind_shares(orders: Orders)
         sealed = read_seals(ledger, sink.name, newest=1)
     assert sealed.last is not None and (sealed.last.number, len(sealed.shares)) == (4, 1)
     assert isinstance(report, AuditReport) and orders.audit(full=True).counts == Counts(40, 40)
+
+
+@pytest.mark.matrix
+def test_batches_of_which_a_share_was_compared_are_compared_completely(orders: Orders) -> None:
+    orders.run()
+    assert orders.audit().verdict is Verdict.HELD
+    orders.run()
+    add_share(orders, last=1)
+    orders.run()
+    report = orders.audit()
+    assert (report.verdict, report.counts) == (Verdict.HELD, clean(40)), report
+    assert (orders.seals()[-1].first, orders.seals()[-1].last) == (1, 2)
