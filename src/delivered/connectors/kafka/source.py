@@ -297,6 +297,9 @@ class KafkaDriver(SourceDriver):
         self._ended_s: float | None = None
 
     def initial(self) -> Offsets:
+        return self._settled(self._initial)
+
+    def _initial(self) -> Offsets:
         options = self._options
         if options.ending is not None:
             raise UsageError("OPTION_CONFLICT.KAFKA_END", option=options.ending.option)
@@ -308,6 +311,9 @@ class KafkaDriver(SourceDriver):
         return Positions(at, snapshot.ids, epochs=snapshot.epochs).to_json()
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
+        return self._settled(lambda: self._latest(start, rows_max))
+
+    def _latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         at = Positions.from_json(start)
         snapshot = self._frozen_snapshot() or self._snapshot_from(at)
         begin, first, jumps = self._begin(at, snapshot)
@@ -457,6 +463,17 @@ class KafkaDriver(SourceDriver):
 
     def close(self) -> None:
         self._client.close()
+
+    def _settled(self, ask: Callable[[], T]) -> T:
+        """The answer of `ask`, which lists topics and then asks about them: meanwhile one may have been deleted. With
+        failOnDataLoss false, such a topic is a lost one, and the others are asked about again."""
+        asking = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(lambda e: getattr(e, "code", None) == "DELIVERED_TOPIC_MISSING"),
+            wait=tenacity.wait_fixed(_CONFIRM_PAUSE_S),
+            stop=tenacity.stop_after_delay(0 if self._options.fail_on_data_loss else RESTART_CONFIRM_S),
+            reraise=True,
+        )
+        return asking(ask)
 
     def _snapshot(self) -> _Snapshot:
         partitions, ids = self._client.partitions()
