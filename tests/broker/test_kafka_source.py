@@ -611,6 +611,31 @@ def test_a_slice_of_a_topic_that_is_gone_ends(kafka: Any, monkeypatch: pytest.Mo
     assert list(source(kafka, subscribe=topic, failOnDataLoss=False).read(Slice((topic, 0, 0, 3)))) == []
 
 
+@pytest.mark.parametrize("question", ["initial", "latest"])
+def test_a_topic_deleted_between_two_questions_is_a_lost_one(
+    kafka: Any, monkeypatch: pytest.MonkeyPatch, question: str
+) -> None:
+    """The topics of a pattern were listed, and one is not there any more when its end is asked for."""
+    kept, deleted = kafka.topic(1), kafka.topic(1)
+    driver = source(kafka, subscribePattern=f"^({kept}|{deleted})$", failOnDataLoss=False).driver()
+    start = driver.initial() if question == "latest" else None
+    client = driver._client
+    listed = client.partitions
+
+    def partitions() -> Any:
+        answer = listed()
+        if any(t == deleted for t, _ in answer[0]):
+            kafka.admin().delete_topics([deleted])[deleted].result(60)
+            while deleted in kafka.admin().list_topics(timeout=60).topics:
+                time.sleep(0.01)
+        return answer
+
+    monkeypatch.setattr(client, "partitions", partitions)
+    found = driver.initial() if start is None else driver.latest(start, None)
+    assert set(positions(found)) == {kept}
+    driver.close()
+
+
 def test_a_stream_knows_its_topic_again_while_sparks_log_holds_plain_offsets(kafka: Any, tmp_path: Path) -> None:
     """During one run, and between two runs, which only the checkpoint's sidecar can detect."""
     topic = kafka.topic(1)
