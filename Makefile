@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Three processes, which keep two cores busy; tests that share a server or a Spark session share a process (tests/conftest.py), the longest first.
 # What the default tests start: MySQL itself comes from Debian's unstable suite, which moves (DELIVERED_MYSQL=mysql).
 SERVERS := activemq kafka mariadb postgres pulsar rabbitmq registry rocketmq
-TEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+# Four processes, which keep two cores busy; tests that share a server or a Spark session share a process (tests/conftest.py), the longest first.
+TEST := $(BIN)/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder
 FAST := tests/unit tests/property tests/crash/test_points.py::test_one_crash_at_every_point
 
 .DEFAULT_GOAL := help

@@ -79,15 +79,19 @@ class World:
     errors: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.table = self.server.table(COLUMNS[self.server.system])
-        self.zygote.load(self.server.system)
+        self.table = self.server.table(COLUMNS[self.connector])
+        self.zygote.load(self.connector)
+
+    @property
+    def connector(self) -> str:
+        return "postgres" if self.server.system == "postgres" else "mysql"
 
     def spec(self, stop_at: str = "") -> dict[str, Any]:
         """Of the next run."""
         self.runs += 1
         options = {"url": self.server.url, "dbtable": self.table, "mechanism": self.mechanism}
         return {
-            "log": str(self.log), self.server.system: options, "checkpoint": str(self.folder / "checkpoint"),
+            "log": str(self.log), self.connector: options, "checkpoint": str(self.folder / "checkpoint"),
             "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "stop_at": stop_at,
         }  # fmt: skip
 

@@ -286,6 +286,13 @@ def analysed(spark: SparkSession, _: Seen) -> None:
     assert INTERNALS["analyse"][0] in json.loads(zipfile.ZipFile(jar).read("error/error-conditions.json"))
 
 
+def flows(spark: SparkSession, _: Seen) -> None:
+    from pyspark.sql.connect.proto import PipelineAnalysisContext
+
+    assert not internals._defines_flow(spark.range(1))
+    assert "flow_name" in PipelineAnalysisContext.DESCRIPTOR.fields_by_name
+
+
 def checkpoint_of_a_query(spark: SparkSession, seen: Seen) -> None:
     assert [str(c).removeprefix("file:") for c in seen.checkpoints] == [str(seen.checkpoint)]
     assert internals.query_checkpoint(spark.range(1)) is None
@@ -433,6 +440,7 @@ WATCHED: dict[str, Callable[[SparkSession, Seen], None]] = {
     "named_sources": sources_by_name,
     "sql_error": sql_errors,
     "analyse": analysed,
+    "_defines_flow": flows,
     "query_checkpoint": checkpoint_of_a_query,
     "recent_reports": reports,
     "stream_write": writes,

@@ -29,7 +29,7 @@ def test_the_line_for_a_pipeline_file_is_one(kind: str, tmp_path: Path) -> None:
     given = yaml.safe_load(str(brokers.status(tmp_path).pipeline))
     assert url in given.values(), "the whole address"
     made = Endpoint(given.pop("format"), {k: as_text(k, v) for k, v in given.items()})
-    assert made.sink() if kind in ("postgres", "mysql") else made.source()
+    assert made.sink() if kind in ("postgres", "mysql", "mariadb") else made.source()
 
 
 def test_a_server_moves_to_the_port_that_is_asked_for() -> None:

@@ -44,7 +44,11 @@ COMMANDS: dict[str, Place] = {
         "status",
         "Show every pipeline's guarantee, position, lag, open transactions, last audit; exit 1 if one needs attention.",
     ),
-    "top": Place("status", "top", "Show the same, again and again; as JSON lines with --output json."),
+    "top": Place(
+        "status",
+        "top",
+        "Show the same, again and again, with arrows where lag and rate go; as JSON lines with --output json.",
+    ),
     "watch": Place(
         "status",
         "watch",
@@ -60,7 +64,9 @@ COMMANDS: dict[str, Place] = {
         "status", "report", "Write pipelines as one HTML file: problems, batches by step, open transactions, audits."
     ),
     "ui": Place(
-        "status", "ui", "Serve the same page, with buttons that end transactions; it loads itself again every 5 s."
+        "status",
+        "ui",
+        "Serve the same as pages: an overview, and one for each pipeline; they load themselves again every 5 s.",
     ),
     "init": Place("example", "init", "Write a ready-to-run example: a log of orders into SQLite, no server needed."),
     "plan": Place(

@@ -273,7 +273,7 @@ def rebuild(
     spark_log: SparkLogOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Make the sink's table again from the source, compare both, swap them. Run again after a kill, it continues."""
+    """Make the sink's table again from the source, compare both, and swap them. After a kill, run it again."""
     from delivered.audit.evidence import Verdict
 
     pipeline = read(file, set_, master=master)

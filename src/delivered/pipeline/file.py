@@ -616,15 +616,15 @@ def _faults(
                 yield _unknown(where, path)
             case "missing":
                 missing = _dotted(fault["loc"])
-                yield f"{where}: {missing!r} is missing", f"add {missing}: {_meant(fault['loc']) or '...'}"
+                yield f"{where}: {missing!r} is missing", f"add {missing}{_meant(fault['loc']) or ': ...'}"
             case "value_error":
                 yield f"{where}: {key}: {fault['ctx']['error']}", None
             case _:
                 given = shown(fault["input"], str(path[-1]) if path else "")
                 allowed = re.findall(r"'([^']*)'", str(fault.get("ctx", {}).get("expected", "")))
                 step: str | None = did_you_mean(str(fault["input"]), allowed).strip()
-                if not step and (meant := " or ".join(allowed) or _meant(path)):
-                    step = f"write {key}: {meant}"
+                if not step and (meant := f": {' or '.join(allowed)}" if allowed else _meant(path)):
+                    step = f"write {key}{meant}"
                 yield f"{where}: {key} is {given}; {_lower(fault['msg'])}", step
 
 
@@ -647,13 +647,15 @@ def _unknown(where: str, path: Path_) -> tuple[str, str | None]:
 
 
 def _meant(path: tuple[str | int, ...]) -> str | None:
-    """For a next step: the words that a key may have, or its description."""
+    """For a next step, what follows a key: the words that it may have, or its description in brackets."""
     model = _MODELS.get(str(path[0]) if len(path) > 1 else "", PipelineFile)
     field = model.model_fields.get(str(path[-1]) if path else "")
     if field is None:
         return None
     words = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    return " or ".join(words) or field.description
+    if words:
+        return f": {' or '.join(words)}"
+    return f" ({_lower(field.description.removesuffix('.'))})" if field.description else None
 
 
 def _line(lines: Mapping[Path_, int], path: Path_) -> str:

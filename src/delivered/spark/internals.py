@@ -96,7 +96,9 @@ SINCE: Mapping[str, str] = {
     Setting.ADAPTIVE_STREAMS: "4.1",
     Setting.LOCAL_SOCKETS: "4.1",
     Setting.LOCAL_SOCKET_FOLDER: "4.1",
-    **dict.fromkeys((Setting.OFFSET_LOG_FORMAT, Setting.SOURCES_BY_NAME, "SOURCE_READ_TWICE", "analyse"), "4.2"),
+    **dict.fromkeys(
+        (Setting.OFFSET_LOG_FORMAT, Setting.SOURCES_BY_NAME, "SOURCE_READ_TWICE", "analyse", "_defines_flow"), "4.2"
+    ),
     **dict.fromkeys(("named_sources", "to_arrow"), "4.2"),
 }
 """The first version that has it. 4.0.4, 4.1.3, 4.2.0 and 4.3.0 were looked at: all have everything else."""
@@ -362,7 +364,7 @@ def analyse(frame: Any) -> None:
 @_touches("SparkConnectClient.thread_local.user_context_extensions", "spark-pipelines logs an error for each source")
 def _defines_flow(frame: Any) -> bool:
     """Whether this thread runs the function of a flow: for a frame that is resolved there, the server logs an error."""
-    client = getattr(frame.sparkSession, "client", None)
+    client = frame.sparkSession.client if is_connect(frame.sparkSession) else None
     held = getattr(getattr(client, "thread_local", None), "user_context_extensions", ())
     contexts = [context for _, context in held if context.type_url.endswith(".PipelineAnalysisContext")]
     if not contexts:

@@ -342,7 +342,11 @@ def read_rows(options: SourceOptions, wanted: Range[Partition]) -> Iterator[Rows
     """As `read_range`; a record batch above `maxRecordBatchBytes`, and a record with a time that Spark cannot hold, is
     rejected."""
     found: list[Rejection] = []
-    for batch in read_range(options, wanted, found.append):
+
+    def keep(rejection: Rejection) -> None:
+        found.append(rejection)  # the list of its time: each batch takes one along
+
+    for batch in read_range(options, wanted, keep):
         rejected, found = found, []
         yield Rows(batch, rejected)
     if found:
