@@ -13,7 +13,6 @@ _FIRST = {
     "spark 3.5": "spark-versions",
     "troubleshooting": "troubleshooting",
     "dead letter": "dead-letters",
-    "kafka": "connectors/kafka",
 }
 """What a reader searches for -> the page that must come first."""
 

@@ -78,6 +78,8 @@ ONLY_CHECKED = {
     ): "not tried as written; tests/broker/test_rebuild.py kills a swap, tests/spark/test_replay.py rebuilds",
     ("docs/verify.md", "delivered verify"): "hours of faults; the selections are listed by test_code_on_pages.py",
     ("docs/deploy.md", "docker build"): "needs a Docker daemon and a Kubernetes cluster",
+    ("docs/deploy.md", "kubernetes-executors.yaml"): "needs a Kubernetes cluster",
+    ("docs/audit.md", "--keys 1/1000"): "needs a table of keys; tests/spark/test_audit_keys.py has some",
     (
         "docs/deploy.md",
         "spark-submit",
