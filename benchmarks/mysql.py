@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench-mysql.json"))
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-mysql-") as folder:
-        broker = delivered_lab.brokers.start("mysql", Path(folder), properties=SERVER, dies_with_parent=True)
+        broker = delivered_lab.brokers.start("mariadb", Path(folder), properties=SERVER, dies_with_parent=True)
         try:
             found = measure(broker.url, broker.pid, given.rows, given.repetitions)
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,19 +29,21 @@ from delivered_lab.brokers.servers import (
 MYSQL = "MYSQL"
 USER, DATABASE = "delivered", "dev"
 PACKAGES = ("mariadb-server-core", "libaio1", "libnuma1", "liburing2")
-_SETTINGS = {
+_COMMON = {
     "bind_address": "127.0.0.1",
     "skip_name_resolve": "1",
     "socket": "mysql.sock",  # relative to the data folder: a full path may be too long for a socket
     "pid_file": "mysql.pid",
-    "log_warnings": "1",
     "performance_schema": "0",
     "character_set_server": "utf8mb4",
     "innodb_buffer_pool_size": "128M",
+    "max_connections": "200",
+}
+_SETTINGS = {
+    "log_warnings": "1",
     "innodb_log_file_size": "64M",
     "key_buffer_size": "1M",
     "aria_pagecache_buffer_size": "4M",
-    "max_connections": "200",
 }
 _TABLES = ("system_tables", "performance_tables", "system_tables_data")
 
@@ -52,7 +55,21 @@ def fetch(say: Say) -> Path:
 
 def prepare(folder: Path, state: State, say: Say) -> list[str]:
     """Initialises the data folder if it is new."""
-    root, data, start = fetch(say), folder / "data", folder / "my.cnf"
+    root, data = fetch(say), folder / "data"
+    settings, users = configure(folder, state, root, data, _SETTINGS)
+    command = [*_program(root), settings]
+    if not (data / ".made").exists():
+        _create_tables(command, root, data)
+    return [*command, users]
+
+
+def configure(folder: Path, state: State, root: Path, data: Path, own: Mapping[str, str]) -> tuple[str, str]:
+    """The options that name the server's settings and the statements that it runs when it starts, as files in `folder`.
+
+    Args:
+        own: settings of this kind of server.
+    """
+    start, users = folder / "my.cnf", folder / "users.sql"
     settings = {
         "datadir": data,
         "basedir": root / "usr",
@@ -65,21 +82,13 @@ def prepare(folder: Path, state: State, say: Say) -> list[str]:
         "user": pwd.getpwuid(os.geteuid()).pw_name,
         # Users need no password, so none may read or write the files of the user who runs the server.
         "secure_file_priv": folder / "files",
-        **_SETTINGS,
+        **_COMMON,
+        **own,
         **state.settings["properties"],
     }
     for name in ("tmp", "files"):
-        (folder / name).mkdir(exist_ok=True)
-    start.write_text("[mariadbd]\n" + as_lines(settings, " = "), encoding="utf-8")
-    command = [*_program(root), f"--defaults-file={start}"]
-    if not (data / ".made").exists():
-        _create_tables(command, root, data)
-    return [*command, f"--init-file={init_file(folder)}"]
-
-
-def init_file(folder: Path) -> Path:
-    """Statements that the server runs when it starts, in `folder`."""
-    users = folder / "users.sql"
+        (folder / name).mkdir(mode=0o700, exist_ok=True)
+    start.write_text("[mysqld]\n" + as_lines(settings, " = "), encoding="utf-8")
     # The server reads one statement per line.
     users.write_text(
         f"CREATE USER IF NOT EXISTS '{USER}'@'127.0.0.1';\n"
@@ -87,7 +96,7 @@ def init_file(folder: Path) -> Path:
         f"CREATE DATABASE IF NOT EXISTS {DATABASE};\n",
         encoding="utf-8",
     )
-    return users
+    return f"--defaults-file={start}", f"--init-file={users}"
 
 
 def answers(state: State) -> bool:

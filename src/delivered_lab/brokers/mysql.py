@@ -7,37 +7,25 @@ machine's own Debian does not matter.
 
 from __future__ import annotations
 
-import os
-import pwd
 import shutil
 from pathlib import Path
 
 from delivered import DeliveredError
 from delivered.machine import cache_folder
-from delivered_lab.brokers.mariadb import DATABASE, MYSQL, USER, answers, init_file
+from delivered_lab.brokers.mariadb import DATABASE, MYSQL, USER, answers, configure
 from delivered_lab.brokers.servers import (
     Say,
     Server,
     State,
-    as_lines,
     fetch_packages,
     run_tool,
-    split_address,
     version_line,
 )
 
 SUITE, PACKAGES = "unstable", ("mysql-server-core",)
 _SETTINGS = {
-    "bind_address": "127.0.0.1",
-    "skip_name_resolve": "1",
-    "socket": "mysql.sock",  # relative to the data folder: a full path may be too long for a socket
-    "pid_file": "mysql.pid",
     "mysqlx": "0",  # the X protocol would listen on every address
-    "performance_schema": "0",
-    "character_set_server": "utf8mb4",
-    "innodb_buffer_pool_size": "128M",
     "innodb_redo_log_capacity": "64M",
-    "max_connections": "200",
     "local_infile": "1",
 }
 
@@ -49,27 +37,9 @@ def fetch(say: Say) -> Path:
 
 def prepare(folder: Path, state: State, say: Say) -> list[str]:
     """Initialises the data folder if it is new."""
-    root, data, start = fetch(say), folder / "mysql", folder / "mysql.cnf"
-    settings = {
-        "datadir": data,
-        "basedir": root / "usr",
-        "plugin_dir": root / "usr/lib/mysql/plugin",
-        "lc_messages_dir": root / "usr/share/mysql",
-        "character_sets_dir": root / "usr/share/mysql/charsets",
-        "port": split_address(state.listeners[MYSQL])[1],
-        "tmpdir": folder / "tmp",
-        # It does not start as root without this option; other users cannot set it.
-        "user": pwd.getpwuid(os.geteuid()).pw_name,
-        # Users need no password, so none may read or write the files of the user who runs the server.
-        "secure_file_priv": folder / "files",
-        **_SETTINGS,
-        **state.settings["properties"],
-    }
-    for name in ("tmp", "files"):
-        (folder / name).mkdir(exist_ok=True)
-    (folder / "files").chmod(0o700)
-    start.write_text("[mysqld]\n" + as_lines(settings, " = "), encoding="utf-8")
-    command = [*_program(root), f"--defaults-file={start}"]
+    root, data = fetch(say), folder / "mysql"
+    settings, users = configure(folder, state, root, data, _SETTINGS)
+    command = [*_program(root), settings]
     if not (folder / ".made").exists():
         shutil.rmtree(data, ignore_errors=True)
         try:
@@ -78,7 +48,7 @@ def prepare(folder: Path, state: State, say: Say) -> list[str]:
             shutil.rmtree(data, ignore_errors=True)
             raise
         (folder / ".made").touch()
-    return [*command, f"--init-file={init_file(folder)}"]
+    return [*command, users]
 
 
 def _program(root: Path) -> list[str]:

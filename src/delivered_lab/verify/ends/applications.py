@@ -23,6 +23,11 @@ from delivered.patterns import outbox
 from delivered.patterns.inbox import Delivery, consume, from_kafka, from_rabbitmq, from_rocketmq, inbox
 
 
+def server_kind(dialect: str) -> str:
+    """What serves a dialect here, as named by `delivered_lab.brokers`."""
+    return "mariadb" if dialect == "mysql" else dialect
+
+
 def connect(dialect: str, url: str) -> Any:
     if dialect == "postgres":
         import psycopg

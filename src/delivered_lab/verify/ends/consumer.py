@@ -15,7 +15,7 @@ from typing import Any
 
 from delivered.patterns import inbox, saga
 from delivered_lab.verify.ends import sagas
-from delivered_lab.verify.ends.applications import connect, execute
+from delivered_lab.verify.ends.applications import connect, execute, server_kind
 from delivered_lab.verify.ends.end import End
 from delivered_lab.verify.ends.sagas import Shop, disagreements
 from delivered_lab.verify.faults import Fault
@@ -41,7 +41,7 @@ def database(end: End, dialect: str) -> str:
     """Address of the case's database, for `applications.connect`."""
     if dialect == "sqlite":
         return str(end.folder / "shop.db")
-    server = end.environment.server(dialect)
+    server = end.environment.server(server_kind(dialect))
     return server.url if dialect == "postgres" else server.bootstrap
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from delivered.patterns import outbox
-from delivered_lab.verify.ends.applications import connect, execute
+from delivered_lab.verify.ends.applications import connect, execute, server_kind
 from delivered_lab.verify.ends.end import End
 from delivered_lab.verify.evidence import Stop
 from delivered_lab.verify.faults import Fault
@@ -51,7 +51,7 @@ class Shop:
             self.address = str(end.folder / "shop.db")
             self.url = f"sqlite://{self.address}"
         else:
-            self.server = end.environment.server(self.dialect)
+            self.server = end.environment.server(server_kind(self.dialect))
             self.url = self.server.url
             self.address = self.url if self.dialect == "postgres" else self.server.bootstrap
         self.box, self.orders = f"box_{end.name}", f"orders_{end.name}"
