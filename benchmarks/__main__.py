@@ -24,6 +24,7 @@ from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import origin
 from benchmarks.cases import (
     FLINK_AT_LEAST,
     FLINK_EXACTLY,
@@ -279,6 +280,7 @@ def measure(bootstrap: str, given: argparse.Namespace) -> dict[str, Any]:
         "shards_of": {"rows": SHARDS_ROWS, "batches": SHARDS_BATCHES - 1},
         "one_record": latencies,
         "versions": versions(),
+        "origin": origin(),
     }
 
 

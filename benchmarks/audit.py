@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import yaml
 
+from benchmarks import origin
 from benchmarks.__main__ import create_topic, delete_topic, fill, versions
 from delivered import Pipeline
 from delivered_lab import brokers
@@ -168,8 +169,8 @@ def main() -> int:
             for size in given.sizes:
                 found.append(measure(broker.bootstrap, Path(folder), size))
                 print(json.dumps(found[-1]), flush=True)
-                report = {"new": NEW, "rounds": ROUNDS, "cores": os.cpu_count(), "versions": versions(), "runs": found}
-                given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                of = {"new": NEW, "rounds": ROUNDS, "cores": os.cpu_count(), "versions": versions(), "origin": origin()}
+                given.out.write_text(json.dumps({**of, "runs": found}, indent=1) + "\n", encoding="utf-8")
         finally:
             broker.stop()
     return 0

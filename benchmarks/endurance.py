@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
@@ -20,6 +19,7 @@ import psutil
 from confluent_kafka import Producer
 
 import delivered
+from benchmarks import origin
 from benchmarks.__main__ import VALUE_BYTES, count, create_topic, versions
 from delivered.spark.session import session
 from delivered_lab import brokers
@@ -97,11 +97,6 @@ def trend(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     }
 
 
-def commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.endurance")
     parser.add_argument("--minutes", type=float, default=120)
@@ -159,7 +154,6 @@ def measure(broker: Any, folder: Path, given: argparse.Namespace) -> dict[str, A
     audits = {name: pipeline.audit(spark) for name, pipeline in pipelines.items()}
     spark.stop()
     return {
-        "commit": commit(),
         "minutes": given.minutes,
         "rate": given.rate,
         "interval": given.interval,
@@ -169,6 +163,7 @@ def measure(broker: Any, folder: Path, given: argparse.Namespace) -> dict[str, A
         "audit": {name: str(audit.verdict) for name, audit in audits.items()},
         "trend": trend(samples),
         "versions": versions(),
+        "origin": origin(),
         "samples": samples[:: max(1, len(samples) // _KEPT)],
     }
 

@@ -196,7 +196,6 @@ def main() -> None:
     if given.case:
         run_one(given.case, World(given.url, given.admin), Data(Path(given.folder), given.rows))
         return
-    load = os.getloadavg()
     with data(given.rows, records) as made:
         broker = delivered_lab.brokers.start(
             "pulsar", made.folder / "server", properties=SERVER, heap_mb=1_024, dies_with_parent=True
@@ -207,7 +206,7 @@ def main() -> None:
         finally:
             broker.stop()
     packages = ("pyspark", "pulsar-client", "pyarrow", "numpy")
-    finish(report(runs, made.rows, RATIOS, packages) | {"load": load[0]}, given.out)
+    finish(report(runs, made.rows, RATIOS, packages), given.out)
 
 
 if __name__ == "__main__":

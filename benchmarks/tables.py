@@ -22,6 +22,8 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import origin
+
 console = Console()
 CORES = os.cpu_count() or 1
 FILES = 20
@@ -180,6 +182,7 @@ def report(
         "ratios": found,
         "versions": {n: version(n) for n in packages},
         "cores": CORES,
+        "origin": origin(),
     }
 
 

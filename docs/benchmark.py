@@ -64,7 +64,7 @@ computes fingerprints; this sink's time includes both.
     "bench-pulsar": """## Pulsar
 
 `make bench-pulsar`: {rows:,} records of 8 + 100 bytes into a topic of two partitions of a server on the same machine
-with {cores} cores, whose load was {load:.1f} at the start. *Pulsar's own client* is one Python process per core with
+with {cores} cores. *Pulsar's own client* is one Python process per core with
 one producer: batches as large as this sink's, ten thousand messages in flight; no ledger, no fingerprint. *Engine
 alone* is without Spark. `at_least_once` sends by that client, `exactly_once` by its own. The goal: exactly_once at 0.8
 or more of the client's rate. CPU is that of the client side.
@@ -76,7 +76,7 @@ or more of the client's rate. CPU is that of the client side.
 _ENDURANCE = """## Hours of running
 
 `make endurance`: two exactly_once pipelines in one Spark session, directly and through Spark's rows, from one topic at
-{rate:,} records/s, a batch every {interval}, for {minutes:.0f} minutes (commit {commit}). {sent:,} records were sent.
+{rate:,} records/s, a batch every {interval}, for {minutes:.0f} minutes. {sent:,} records were sent.
 
 {arrived}
 
@@ -127,7 +127,7 @@ def _audits() -> str:
     first, last = (statistics.median(r["seconds"] for r in run["runs"][at]["shell"]) for at in (0, -1))
     warm_first, warm_last = (statistics.median(r["seconds"] for r in run["runs"][at]["warm"]) for at in (0, -1))
     note = f"Last line against first: {last / first:.2f} in the shell, {warm_last / warm_first:.2f} by Spark."
-    end = ["", note, "", f"Versions: {_versions(run['versions'])}.", ""]
+    end = ["", note, "", _origin(run), ""]
     return _AUDITS.format(**run) + "\n".join([*lines, *end])
 
 
@@ -145,7 +145,7 @@ def _endurance() -> str:
         unit = 2**20 if figure.endswith("_bytes") else 1
         cells = (f"{run['trend'][figure][k] / unit:,.0f}" for k in ("second_quarter", "last_quarter", "highest"))
         rows.append(f"| {name} | {' | '.join(cells)} |")
-    return _ENDURANCE.format(**{**run, "arrived": arrived}) + "\n".join([*rows, ""])
+    return _ENDURANCE.format(**{**run, "arrived": arrived}) + "\n".join([*rows, "", _origin(run), ""])
 
 
 def _table(name: str, head: str) -> str:
@@ -173,7 +173,7 @@ def _table(name: str, head: str) -> str:
         cpu = statistics.median(1e6 * r["cpu_seconds"] / run["rows"] for r in runs)
         worker, jvm = (max(r[k] for r in runs) / 2**20 for k in ("worker_bytes", "jvm_bytes"))
         lines.append(f"| {case} | {rate:,.0f} | {cpu:.2f} | {worker:,.0f} | {jvm:,.0f} |")
-    return "\n".join([*lines, "", f"Versions: {_versions(run['versions'])}.", ""])
+    return "\n".join([*lines, "", _origin(run), ""])
 
 
 def _kafka() -> str:
@@ -208,7 +208,7 @@ def _kafka() -> str:
         lines.append(
             f"| {case['name'].removeprefix('one record, ')} | {case['median_ms']:.0f} | {case['p95_ms']:.0f} |"
         )
-    return "\n".join([*lines, "", f"Versions: {_versions(versions)}.", ""])
+    return "\n".join([*lines, "", _origin(run), ""])
 
 
 def _cpu(ratio: dict[str, Any]) -> str:
@@ -288,8 +288,14 @@ def _shards(run: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _versions(found: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {v}" for name, v in found.items() if name != "cores")
+def _origin(run: dict[str, Any]) -> str:
+    """Of which code a run was, when, by which command, and with which versions."""
+    versions = ", ".join(f"{name} {v}" for name, v in run["versions"].items() if name != "cores")
+    of = run.get("origin")
+    if of is None:
+        return f"Commit and date of this run were not recorded. Versions: {versions}."
+    load = f" after a load of {of['load']:.1f}" if "load" in of else ""
+    return f"`{of['command']}` ran on {of['date']}{load}, at commit {of['commit']}. Versions: {versions}."
 
 
 def _stored(name: str) -> Path:
