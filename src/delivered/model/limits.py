@@ -115,7 +115,7 @@ PULSAR_COMMAND_BYTES_MAX = 8 << 20
 """One command of a Pulsar broker to this client, which reads no messages."""
 
 PULSAR_IN_FLIGHT_BYTES_MAX = 16 << 20
-"""Bytes that a task has sent in a Pulsar transaction, and which are not acknowledged yet."""
+"""Bytes that a task has sent to Pulsar, and which are not acknowledged yet."""
 
 ROCKETMQ_FRAME_BYTES_MAX = 64 << 20
 """One answer of a RocketMQ broker; its own limit is 16 MiB by default."""

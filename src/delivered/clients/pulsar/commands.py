@@ -65,7 +65,8 @@ _COMMANDS = {
     "close_producer": (15, "1 producer_id uint64, 2 request_id uint64"),
     "producer_success": (
         17,
-        "1 request_id uint64, 2 producer_name string, 4 schema_version bytes, 6 producer_ready bool",
+        "1 request_id uint64, 2 producer_name string, 3 last_sequence_id int64, 4 schema_version bytes, "
+        "6 producer_ready bool",
     ),
     "ping": (18, ""),
     "pong": (19, ""),

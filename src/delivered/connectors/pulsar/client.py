@@ -55,18 +55,6 @@ def version_schema() -> Any:
     return Versions()
 
 
-def registers(kind: str, text: str) -> Any:
-    """A producer schema, registered with the topic if missing; values are already encoded."""
-    import _pulsar
-
-    class Encoded(pulsar().schema.BytesSchema):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self._schema_info = _pulsar.SchemaInfo(getattr(_pulsar.SchemaType, kind), kind, text)
-
-    return Encoded()
-
-
 def warm_client(options: Place) -> Any:
     """This process's client with these options."""
     if (key := warm_key(options)) not in _warm:

@@ -50,13 +50,10 @@ _TURN_ROWS = 1_000
 
 
 class Router:
-    """Keys to partitions as in the Java client (this library hashes differently); rows without a key round-robin."""
+    """Keys to partitions as in the Java client; rows without a key round-robin."""
 
     def __init__(self) -> None:
         self._turn = 0
-
-    def __call__(self, message: Any, partitions: int) -> int:
-        return self.partition(message.partition_key(), partitions)
 
     def partition(self, key: str | None, partitions: int) -> int:
         if key:

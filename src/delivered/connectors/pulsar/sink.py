@@ -1,26 +1,21 @@
-"""The sink: rows become messages, encoded by a schema, and are sent asynchronously, with acknowledgements counted.
-
-At_least_once and at_most_once send through Pulsar's own client, which has no transactions; exactly_once through ours
-(`shard.py`).
-"""
+"""The sink: rows become messages, encoded by a schema. `publisher.py` sends them; under exactly_once, `shard.py`."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.pulsar import BYTES_MAX, PulsarSinkOptions, SourceOptions
-from delivered.connectors.pulsar.client import Admin, Registered, explained, pulsar, registers, warm_client
-from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Router, Where, physical
+from delivered.connectors.pulsar.client import Admin, Registered
+from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.contract.source import Finding
 from delivered.kits.queue import ID, TEXT, MessageSink, SendingWriter, check_names, column, identified, text
@@ -37,12 +32,14 @@ from delivered.kits.schemas.values import (
 )
 from delivered.ledger import Ledgers, Store
 from delivered.model.capability import Commit, Guarantee, SinkCapability
-from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
+from delivered.model.errors import BadRecord, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
-from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.work import Promise
 from delivered.source import HEADERS
+
+if TYPE_CHECKING:
+    from delivered.clients.pulsar.producer import Message
 
 _COLUMNS = ("key", "value", "headers", "event_time", "message_id")
 
@@ -368,17 +365,6 @@ def settle(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> Set
 # Each message has the property delivered.id. The broker's deduplication is not used against replays: it compares only
 # sequence numbers, and would drop rows that come in another order.
 
-IN_FLIGHT_MAX = 2_000
-"""Unacknowledged messages per task and partition."""
-_BATCH_ROWS = 1_000
-_BATCH_BYTES = 1 << 20
-"""Of the values in a batch; the client does not count keys and properties, which are a batch's too."""
-_WORDS_BYTES = 2 << 20
-"""Of keys and properties in a batch."""
-
-Message = dict[str, Any]
-"""Arguments of the client's send."""
-
 
 def check_connection(options: PulsarSinkOptions, schema: tuple[str, str] | None = None) -> None:
     """Raise Unreachable or UsageError if the topic cannot be written to. It must exist, or this would create it.
@@ -386,7 +372,9 @@ def check_connection(options: PulsarSinkOptions, schema: tuple[str, str] | None 
     Args:
         schema: kind and text; registered if missing.
     """
-    _producer(options, schema).close()
+    from delivered.connectors.pulsar.publisher import Publisher  # where there are no rows, nothing loads its client
+
+    Publisher(options, schema).close()
 
 
 def register(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> None:
@@ -405,137 +393,7 @@ def register(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> N
         raise UsageError("SCHEMA_INCOMPATIBLE.UPLOAD", what=what, label=options.label) from None
 
 
-class Publisher:
-    """One producer."""
-
-    def __init__(self, options: PulsarSinkOptions, schema: tuple[str, str] | None = None) -> None:
-        """Args: schema: kind and text of already encoded messages; None: bytes."""
-        self._options = options
-        self._lock = threading.Lock()
-        self._sent = 0
-        self._answered = 0
-        self._lost = 0  # of unknown outcome
-        self._failed: Any = None  # the first rejection
-        self._words = 0  # bytes of keys and properties that may be in one batch
-        self._words_max = 0 if options.bytes_max is None else min(_WORDS_BYTES, options.bytes_max // 2)
-        self._producer: Any = _producer(options, schema)
-
-    @property
-    def unconfirmed(self) -> int:
-        """Messages sent and neither acknowledged nor rejected."""
-        return self._lost + self._sent - self._answered
-
-    def send(self, messages: Sequence[Message]) -> None:
-        """Send messages; blocks while too many are in flight. Raises if one was rejected."""
-        self._check()
-        try:
-            for message in messages:
-                if self._words_max:
-                    self._end_batch_before(message)
-                self._sent += 1
-                self._producer.send_async(callback=self._on_answer, **message)
-        except pulsar().PulsarException as error:
-            raise explained(error, self._options, self._options.label) from None
-
-    def _end_batch_before(self, message: Message) -> None:
-        """Send the open batch, if it would become too large: the broker would refuse all of its messages."""
-        key, properties = message["partition_key"], message["properties"]
-        own = 2 * _room(key or "") + sum(_room(name) + _room(text) + 6 for name, text in properties.items())
-        if self._words and self._words + own > self._words_max:
-            self._producer.flush()
-            self._check()
-            self._words = 0
-        self._words += own
-
-    def flush(self) -> None:
-        """Wait until every message is acknowledged. Raises if one was rejected, or its outcome is unknown."""
-        try:
-            self._producer.flush()
-        except pulsar().PulsarException:
-            pass  # the callbacks have each message's result
-        finally:
-            self.close()
-        self._check()
-        if self.unconfirmed:
-            raise OutcomeUnknown(
-                "PULSAR_UNCONFIRMED",
-                unconfirmed=self.unconfirmed,
-                label=self._options.label,
-                url=self._options.url,
-                request_timeout_s=REQUEST_TIMEOUT_S,
-            )
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._producer is not None:
-            producer, self._producer = self._producer, None
-            try:
-                producer.close()
-            except pulsar().PulsarException:
-                pass  # the connection is lost, and with it the producer
-
-    def _check(self) -> None:
-        """Raises if the broker rejected a message."""
-        if self._failed is None:
-            return
-        error: DeliveredError = explained(_exception(self._failed), self._options, self._options.label)
-        if isinstance(error, Unreachable):
-            error = DeliveredError("MESSAGE_REFUSED.PULSAR", label=self._options.label, failed=self._failed)
-        raise error
-
-    def _on_answer(self, result: Any, _: Any) -> None:
-        """Runs in a thread of the client, where an exception would end the process."""
-        results = pulsar().Result
-        with self._lock:
-            self._answered += 1
-            if result == results.Ok:
-                return
-            if result in (results.Timeout, results.NotConnected, results.AlreadyClosed, results.ConnectError):
-                self._lost += 1
-            elif self._failed is None:
-                self._failed = result
-
-
-def _room(text: str) -> int:
-    """Bytes of UTF-8, at most."""
-    return len(text) if text.isascii() else 4 * len(text)
-
-
-def _producer(options: PulsarSinkOptions, schema: tuple[str, str] | None) -> Any:
-    library = pulsar()
-    kinds = library.CompressionType
-    compression = {"none": kinds.NONE, "lz4": kinds.LZ4, "zlib": kinds.ZLib, "zstd": kinds.ZSTD, "snappy": kinds.SNAPPY}
-    client = warm_client(options)
-    try:
-        return client.create_producer(
-            options.topic,
-            schema=library.schema.BytesSchema() if schema is None else registers(*schema),
-            compression_type=compression[options.compression],
-            send_timeout_millis=int(REQUEST_TIMEOUT_S * 1000),
-            max_pending_messages=IN_FLIGHT_MAX,
-            block_if_queue_full=True,
-            batching_enabled=options.bytes_max is not None,
-            batching_max_messages=_BATCH_ROWS,
-            batching_max_allowed_size_in_bytes=min(_BATCH_BYTES, (options.bytes_max or _BATCH_BYTES) // 4),
-            batching_type=library.BatchingType.Default,
-            chunking_enabled=options.bytes_max is None,
-            message_routing_mode=library.PartitionsRoutingMode.CustomPartition,
-            message_router=Router(),
-        )
-    except library.PulsarException as error:
-        raise explained(error, options, options.label) from None
-
-
-def _exception(result: Any) -> Exception:
-    """The exception for a result of the client."""
-    library = pulsar()
-    kind = getattr(library, str(result).rpartition(".")[2], None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        return kind(str(result))
-    return library.PulsarException(str(result))  # type: ignore[no-any-return]
-
-
-class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
+class PulsarWriter(SendingWriter[PulsarSinkOptions, "Message"]):
     def __init__(self, options: PulsarSinkOptions, work: Work, gives_up: bool) -> None:
         super().__init__(options, work, gives_up)
         self._settled: Settled | None = None
@@ -555,11 +413,15 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
             self._encoder = Encoder(settled(str(self._options.schema), rows, None), rows)
         return super().unsendable(batch)
 
-    def _connect(self) -> Publisher:
+    def _connect(self) -> Any:
+        from delivered.connectors.pulsar.publisher import Publisher
+
         settled = self._settled
-        return Publisher(self._options, None if settled is None else (settled.kind, settled.text))
+        return Publisher(self._options, None if settled is None else (settled.kind, settled.text), self._gives_up)
 
     def _messages(self, rows: pa.RecordBatch) -> list[Message]:
+        from delivered.clients.pulsar.producer import Message
+
         encoder = self._encoder
         columns = (
             column(rows, "value", pa.binary()) if encoder is None else self._encoded(encoder, rows.column("value")),
@@ -576,14 +438,7 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
             self._check_size(value, key, properties)
             if id_ is None:
                 properties[ID] = own
-            messages.append(
-                {
-                    "content": value,
-                    "partition_key": text(key, "column 'key'") if key else None,
-                    "properties": properties,
-                    "event_timestamp": time,
-                }
-            )
+            messages.append(Message(value, text(key, "column 'key'") if key else None, properties, time))
         return messages
 
     def _encoded(self, encoder: Encoder, values: pa.Array) -> list[bytes | None]:

@@ -1,0 +1,177 @@
+"""Producers of one task on an executor, one for each partition that rows go to, and sending without a transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from delivered.clients.pulsar.cluster import Cluster
+from delivered.clients.pulsar.commands import Error, NoAnswer, Rejected
+from delivered.clients.pulsar.producer import BATCH_BYTES, Flow, Message, Producer, Resend
+from delivered.connectors.pulsar import PulsarSinkOptions
+from delivered.connectors.pulsar.positions import Router, physical
+from delivered.connectors.pulsar.transactions import CLIENT_ERRORS, cluster, explained_client, soon
+from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
+from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.model.patience import patiently
+
+
+class Producers:
+    """One for each partition, opened when the first message goes there."""
+
+    def __init__(
+        self,
+        at: Cluster,
+        options: PulsarSinkOptions,
+        flow: Flow,
+        schema: tuple[str, str] | None,
+        *,
+        before: Callable[[str], None] = lambda _: None,
+        **settings: Any,
+    ) -> None:
+        """
+        Args:
+            schema: kind and text of already encoded messages; None: bytes.
+            before: called with a partition's topic before its producer is opened.
+            settings: of each producer.
+
+        Raises:
+            NoAnswer, Rejected, ssl.SSLError
+        """
+        self._cluster, self._options, self._flow, self._before = at, options, flow, before
+        longest = options.bytes_max
+        self._settings = {
+            "schema": schema,
+            "compression": options.compression,
+            "chunks": longest is None,
+            "batch_bytes": min(BATCH_BYTES, (longest or BATCH_BYTES) // 4),
+            **settings,
+        }
+        self._router = Router()
+        self._open: dict[int, Producer] = {}
+        self._partitions = at.partitions(options.topic, soon())
+
+    def send(self, message: Message, deadline: float) -> None:
+        """Blocks while too much is in flight. Raises NoAnswer, Rejected, TooLong, ssl.SSLError."""
+        number = self._router.partition(message.key, self._partitions) if self._partitions else -1
+        self._to(number).send(message, deadline)
+
+    def open_first(self) -> None:
+        """As if a message went there: whether it may, and with this schema."""
+        self._to(0 if self._partitions else -1)
+
+    def end_batches(self) -> None:
+        for producer in self._open.values():
+            producer.end_batch(soon())
+
+    def close(self) -> None:
+        for producer in self._open.values():
+            producer.close(soon())
+
+    def _to(self, partition: int) -> Producer:
+        if partition not in self._open:
+            topic = physical((self._options.topic, partition))
+            self._before(topic)
+            self._open[partition] = Producer(self._cluster, topic, self._flow, soon(), **self._settings)
+        return self._open[partition]
+
+
+class Publisher:
+    """at_least_once, or at_most_once: messages are visible once the broker has them.
+
+    If a connection breaks, what was not acknowledged is sent again on another one, under the same sequence ids: a
+    broker that deduplicates drops what it has. at_most_once sends again only to a broker that does.
+    """
+
+    def __init__(
+        self, options: PulsarSinkOptions, schema: tuple[str, str] | None = None, gives_up: bool = False
+    ) -> None:
+        """
+        Args:
+            schema: kind and text of already encoded messages, registered if missing; None: bytes.
+            gives_up: at_most_once.
+        """
+        self._options, self._schema, self._gives_up = options, schema, gives_up
+        self._sent = 0
+        self._acknowledged = 0  # of producers that were given up
+        self._flow = Flow()
+        self._producers: Producers | None = None
+        self._connect()
+
+    @property
+    def unconfirmed(self) -> int:
+        """Messages sent and neither acknowledged nor rejected."""
+        return self._sent - self._acknowledged - self._flow.acknowledged
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Send messages; blocks while too much is in flight. Raises if one was rejected."""
+        self._sent += len(messages)
+        try:
+            producers = self._producers or patiently(self._options.label, self._connect, patience_s=REQUEST_TIMEOUT_S)
+            deadline = soon()
+            for message in messages:
+                producers.send(message, deadline)
+        except CLIENT_ERRORS as error:
+            if not (self._gives_up and isinstance(error, NoAnswer)):
+                raise self._explained(error) from None
+            self._give_up()
+        except Unreachable:
+            if not self._gives_up:
+                raise
+
+    def flush(self) -> None:
+        """Wait until every message is acknowledged. Raises if one was rejected, or its outcome is unknown."""
+        try:
+            if self._producers is not None:
+                self._producers.end_batches()
+                self._flow.drain(soon())
+        except CLIENT_ERRORS as error:
+            raise self._explained(error) from None
+        finally:
+            self.close()
+        if self.unconfirmed:
+            raise self._unconfirmed()
+
+    def close(self) -> None:
+        """Idempotent."""
+        producers, self._producers = self._producers, None
+        if producers is not None:
+            producers.close()
+
+    def _connect(self) -> Producers:
+        resend = Resend.WHERE_DROPPED if self._gives_up else Resend.ALWAYS
+        try:
+            made = Producers(cluster(self._options), self._options, self._flow, self._schema, resend=resend)
+            made.open_first()
+        except CLIENT_ERRORS as error:
+            raise self._translated(error) from None
+        self._producers = made
+        return made
+
+    def _give_up(self) -> None:
+        """What is in flight stays unknown; later messages get producers of their own."""
+        self.close()
+        self._acknowledged += self._flow.acknowledged
+        self._flow = Flow()
+
+    def _explained(self, error: Exception) -> DeliveredError:
+        if isinstance(error, NoAnswer):
+            return self._unconfirmed()
+        explained = self._translated(error)
+        if isinstance(error, Rejected) and isinstance(explained, Unreachable):
+            return DeliveredError("MESSAGE_REFUSED.PULSAR", label=self._options.label, failed=error)
+        return explained
+
+    def _translated(self, error: Exception) -> DeliveredError:
+        if isinstance(error, Rejected) and error.code == Error.NOT_ALLOWED:  # of a transaction it would mean more
+            return DeliveredError("MESSAGE_REFUSED.PULSAR", label=self._options.label, failed=error)
+        return explained_client(error, self._options, self._options.label)
+
+    def _unconfirmed(self) -> OutcomeUnknown:
+        return OutcomeUnknown(
+            "PULSAR_UNCONFIRMED",
+            unconfirmed=self.unconfirmed,
+            label=self._options.label,
+            url=self._options.url,
+            request_timeout_s=REQUEST_TIMEOUT_S,
+        )
