@@ -21,7 +21,7 @@ from tests.support.servers import Pulsar
 
 from delivered.connectors.pulsar import CONNECTOR, PulsarSinkOptions, SourceOptions, client
 from delivered.connectors.pulsar.client import Admin
-from delivered.connectors.pulsar.sink import Publisher
+from delivered.connectors.pulsar.publisher import Publisher
 from delivered.connectors.pulsar.source import check_connection
 from delivered.machine import java_home
 from delivered.model.capability import Guarantee

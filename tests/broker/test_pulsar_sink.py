@@ -22,8 +22,11 @@ from tests.support.sweeps import sweep
 from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
+from delivered.model.patience import serving_query
 from delivered.model.work import Promise
 from delivered.source import HEADERS
+from delivered_lab.verify.proxy import Command, Fired, NetworkFault, PulsarProxy, Rule
+from delivered_lab.verify.services import wait_for
 
 
 @pytest.mark.parametrize("partitions", [0, 3])
@@ -125,6 +128,33 @@ def test_a_namespace_without_deduplication_is_refused_for_at_most_once(pulsar: P
     assert "set-deduplication" in (finding.next_step or "")
 
 
+@pytest.mark.parametrize("deduplicates", [True, False])
+def test_acknowledgements_that_are_lost(pulsar: Pulsar, tmp_path: Path, deduplicates: bool) -> None:
+    """Of the second of three batches. Sent again, it is dropped if the broker deduplicates; else at_least_once has it
+    twice, and at_most_once does not send it again, and counts it as given up."""
+    fired: list[Fired] = []
+    proxy = PulsarProxy(pulsar.broker.url.removeprefix("pulsar://"), fired.append)
+    for guarantee in (Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE):
+        topic = pulsar.topic(namespace=pulsar.namespace(deduplication=deduplicates))
+        task = writer(sink(tmp_path, pulsar, topic, url=f"pulsar://{proxy.bootstrap}"), guarantee)
+        task.stage(rows(1_000))
+        wait_for(lambda: len(taken(pulsar, topic)) == 1_000, 60, "a batch is stored")  # noqa: B023 - called at once
+        proxy.add(Rule(Command.SEND, NetworkFault.LOSE_REPLY, within="delivered"))
+        task.stage(rows(2_000, 1_000))
+        given_up = task.prepare(Fingerprint()).given_up.get("unconfirmed", 0)
+        found = Counter(r["value"] for r in taken(pulsar, topic))
+        assert len(found) >= 3_000 - given_up
+        twice = sum(times - 1 for times in found.values())
+        if deduplicates:
+            assert (given_up, twice) == (0, 0)
+        elif guarantee is Guarantee.AT_LEAST_ONCE:
+            assert (given_up, twice) in ((0, 1_000), (0, 2_000))
+        else:
+            assert (given_up, twice) in ((1_000, 0), (2_000, 0))
+    proxy.close()
+    assert [f.rule for f in fired] == ["lose_reply:send of delivered"] * 2
+
+
 @pytest.mark.matrix
 def test_a_broker_killed_under_a_task(
     new_pulsar: Callable[..., Pulsar], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,18 +166,19 @@ def test_a_broker_killed_under_a_task(
     made = sink(tmp_path, pulsar, topic)
     task = writer(made, Guarantee.AT_MOST_ONCE)
     again: threading.Timer | None = None
-    for n in range(40):
-        task.stage(rows(1_000, 1_000 * n))
-        if n == 20:
-            pulsar.broker.kill()
-            again = threading.Timer(0.1, pulsar.broker.restart)
-            again.start()
-    assert task.prepare(Fingerprint()) == Promise()
+    with serving_query():
+        for n in range(40):
+            task.stage(rows(1_000, 1_000 * n))
+            if n == 20:
+                pulsar.broker.kill()
+                again = threading.Timer(0.1, pulsar.broker.restart)
+                again.start()
+        assert task.prepare(Fingerprint()) == Promise()
     assert again is not None
     again.join()
     assert Counter(r["value"] for r in taken(pulsar, topic)) == Counter(b"row %d" % n for n in range(40_000))
 
-    monkeypatch.setattr("delivered.connectors.pulsar.sink.REQUEST_TIMEOUT_S", 5.0)
+    monkeypatch.setattr("delivered.connectors.pulsar.publisher.REQUEST_TIMEOUT_S", 5.0)
     sure, once = writer(made), writer(made, Guarantee.AT_MOST_ONCE)
     for task in (sure, once):
         task.stage(rows(100))

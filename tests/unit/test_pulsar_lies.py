@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from delivered.clients.pulsar.commands import (
     frame_size,
 )
 from delivered.clients.pulsar.connection import Connection, Settings
-from delivered.clients.pulsar.producer import Flow, Message, Producer
+from delivered.clients.pulsar.producer import Flow, Message, Producer, Resend
 from delivered.clients.pulsar.transactions import Coordinators, TransactionId
 from delivered.model.limits import PULSAR_COMMAND_BYTES_MAX
 from delivered.model.work import Failed, Unknown
@@ -220,8 +220,8 @@ def test_outcomes_of_an_end(code: int | None, outcome: type) -> None:
     assert isinstance(ended, outcome)
 
 
-def producer(address: tuple[str, int], flow: Flow) -> Producer:
-    return Producer(Cluster(Settings([address])), "persistent://a/b/c", flow, soon())
+def producer(address: tuple[str, int], flow: Flow, **settings: Any) -> Producer:
+    return Producer(Cluster(Settings([address])), "persistent://a/b/c", flow, soon(), **settings)
 
 
 def test_a_message_is_lost_with_its_connection() -> None:
@@ -283,3 +283,74 @@ def test_a_message_that_is_dropped_as_a_repeat_is_an_error() -> None:
         made.end_batch(soon())
         with pytest.raises(NoAnswer, match="dropped as a repeat"):
             flow.drain(soon())
+
+
+@pytest.mark.parametrize("how", ["connection breaks", "broker closes the producer", "broker could not store it"])
+@pytest.mark.parametrize("resend", [Resend.ALWAYS, Resend.WHERE_DROPPED])
+@pytest.mark.parametrize("knows", [True, False])
+def test_what_was_not_acknowledged_is_sent_again(resend: Resend, knows: bool, how: str) -> None:
+    """By the same producer, under the same sequence ids; where repeats must not be stored, only to a broker that knows
+    the producer."""
+    sends: list[tuple[str, int]] = []
+    names: dict[int, str] = {}
+
+    def breaks(name: str, command: Any, port: int) -> bytes:
+        if name == "producer":
+            names[command.producer_id] = command.producer_name
+            return encode(
+                "producer_success", request_id=command.request_id, producer_name=command.producer_name,
+                last_sequence_id=0 if knows and len(set(sends)) else -1,
+            )  # fmt: skip
+        if name != "send":
+            return good(name, command, port)
+        numbers = {"producer_id": command.producer_id, "sequence_id": command.sequence_id}
+        sends.append((names[command.producer_id], command.sequence_id))
+        if sends.count(sends[-1]) > 1 or command.sequence_id != 1:
+            return encode("send_receipt", **numbers, message_id=MESSAGE["MessageId"](ledger=1, entry=len(sends)))
+        match how:
+            case "connection breaks":
+                return b"\xff" * 8
+            case "broker closes the producer":
+                return encode("close_producer", producer_id=command.producer_id, request_id=1)
+        return encode("send_error", **numbers, error=2, message=b"no bookie")
+
+    with broker(breaks) as address:
+        flow = Flow()
+        made = producer(address, flow, resend=resend)
+        for text in (b"x", b"y", b"z"):
+            made.send(Message(text), soon())
+            made.end_batch(soon())
+            flow.drain(soon())
+    assert {name for name, _ in sends} == {made._name}
+    again = knows or resend is Resend.ALWAYS
+    assert [number for _, number in sends] == ([0, 1, 1, 2] if again else [0, 1, 2])
+    assert flow.acknowledged == 2 + again
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_chunk_is_sent_again_only_to_a_broker_that_drops_it(knows: bool) -> None:
+    """Readers drop a message of which a chunk comes twice."""
+    sends: list[int] = []
+
+    def breaks(name: str, command: Any, port: int) -> bytes:
+        if name == "producer":
+            last = 1 if knows and sends else -1
+            return encode("producer_success", request_id=command.request_id, producer_name="p", last_sequence_id=last)
+        if name != "send":
+            return good(name, command, port)
+        sends.append(command.sequence_id)
+        if sends.count(1) == 1 and command.sequence_id == 1:
+            return b"\xff" * 8
+        return encode(
+            "send_receipt", producer_id=command.producer_id, sequence_id=command.sequence_id,
+            message_id=MESSAGE["MessageId"](ledger=1, entry=len(sends)),
+        )  # fmt: skip
+
+    with broker(breaks) as address:
+        flow = Flow()
+        made = producer(address, flow, resend=Resend.ALWAYS, chunks=True)
+        with nullcontext() if knows else pytest.raises(NoAnswer, match="between chunks"):
+            made.send(Message(bytes(range(256)) * (3 << 12)), soon())
+            flow.drain(soon())
+    assert not knows or set(sends) == {0, 1, 2, 3}
+    assert flow.acknowledged == knows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from delivered.connectors.pulsar.positions import Router, physical
 from delivered.connectors.pulsar.transactions import CLIENT_ERRORS, cluster, explained_client, soon
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REQUEST_TIMEOUT_S
-from delivered.model.patience import patiently
+from delivered.model.patience import left_s, patiently, query_patience_s
 
 
 class Producers:
@@ -60,9 +61,9 @@ class Producers:
         """As if a message went there: whether it may, and with this schema."""
         self._to(0 if self._partitions else -1)
 
-    def end_batches(self) -> None:
+    def end_batches(self, deadline: float) -> None:
         for producer in self._open.values():
-            producer.end_batch(soon())
+            producer.end_batch(deadline)
 
     def close(self) -> None:
         for producer in self._open.values():
@@ -107,8 +108,8 @@ class Publisher:
         """Send messages; blocks while too much is in flight. Raises if one was rejected."""
         self._sent += len(messages)
         try:
-            producers = self._producers or patiently(self._options.label, self._connect, patience_s=REQUEST_TIMEOUT_S)
-            deadline = soon()
+            producers = self._producers or patiently(self._options.label, self._connect, patience_s=_patience_s())
+            deadline = _deadline()
             for message in messages:
                 producers.send(message, deadline)
         except CLIENT_ERRORS as error:
@@ -123,8 +124,9 @@ class Publisher:
         """Wait until every message is acknowledged. Raises if one was rejected, or its outcome is unknown."""
         try:
             if self._producers is not None:
-                self._producers.end_batches()
-                self._flow.drain(soon())
+                deadline = _deadline()
+                self._producers.end_batches(deadline)
+                self._flow.drain(deadline)
         except CLIENT_ERRORS as error:
             raise self._explained(error) from None
         finally:
@@ -173,5 +175,14 @@ class Publisher:
             unconfirmed=self.unconfirmed,
             label=self._options.label,
             url=self._options.url,
-            request_timeout_s=REQUEST_TIMEOUT_S,
+            request_timeout_s=_patience_s(),
         )
+
+
+def _patience_s() -> float:
+    """How long to wait for a broker that is away, with messages in flight; a running query waits longer."""
+    return max(REQUEST_TIMEOUT_S, query_patience_s())
+
+
+def _deadline() -> float:
+    return time.monotonic() + left_s(_patience_s())

@@ -66,7 +66,7 @@ class OpenShard:
             self._coordinators.add(transaction, [topic], soon())
             marking = Producer(self._cluster, topic, self._flow, soon(), transaction=transaction)
             marking.send(Message(Marker.of(self._work, transaction, fingerprint).to_json()), soon())
-            producers.end_batches()
+            producers.end_batches(soon())
             marking.end_batch(soon())
             self._flow.drain(soon())
             producers.close()
