@@ -24,16 +24,14 @@ from delivered.model.identity import Scope
 from delivered_lab.supervisor import Hit, hits, kill_tree, release
 
 PER_BATCH = 50
-STEPS = [
-    f"{step}:{moment}"
-    for step in ("write.stage", "write.prepare", "commit.decide", "commit.apply", "log")
-    for moment in ("before", "after")
-]
+WRITING = [f"write.{step}:{moment}" for step in ("stage", "prepare") for moment in ("before", "after")]
+DECIDING = [f"{step}:{moment}" for step in ("commit.decide", "commit.apply", "log") for moment in ("before", "after")]
 """Each in a batch of its own. The driver is killed in the next one, which is decided, so recovery applies it."""
 RECOVERY = [
     f"recover.{step}:{moment}" for step in ("claim", "apply", "abort_orphans") for moment in ("before", "after")
 ]
-ROWS = PER_BATCH * (len(STEPS) + 3)
+PARTS = {"writing": (WRITING, []), "deciding": (DECIDING, []), "recovery": ([], RECOVERY)}
+"""Steps of batches and of the start after them; each part ends within minutes, each step a broker's restart."""
 WAIT_S = 300.0
 _CLOSE_WAIT = "08"
 
@@ -88,16 +86,25 @@ def paused_past_the_timeout(pulsar: Pulsar, go_on: Callable[[], None]) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("harm", [killed, unloaded, paused_for_a_moment, paused_past_the_timeout])
-def test_a_broker_that_fails_at_each_step(new_pulsar: Callable[..., Pulsar], tmp_path: Path, harm: Harm) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_a_broker_that_fails_at_each_step(
+    new_pulsar: Callable[..., Pulsar], tmp_path: Path, harm: Harm, part: str
+) -> None:
     pulsar = new_pulsar()
     with_coordinators(pulsar, 16)
-    goes_on(pulsar, tmp_path, lambda go_on: harm(pulsar, go_on))
+    goes_on(pulsar, tmp_path, lambda go_on: harm(pulsar, go_on), *PARTS[part])
 
 
-def goes_on(pulsar: Pulsar, tmp_path: Path, harm: Callable[[Callable[[], None]], None]) -> None:
-    """A pipeline delivers each row once, although `harm` happens at each step; it goes on when told to."""
-    topic = pulsar.topic(2)
-    append(str(tmp_path / "log"), pa.Table.from_batches([rows(ROWS)]), partition_by=2)
+def goes_on(
+    pulsar: Pulsar,
+    tmp_path: Path,
+    harm: Callable[[Callable[[], None]], None],
+    in_batches: list[str],
+    in_recovery: list[str],
+) -> None:
+    """A pipeline delivers each row once, although `harm` happens at each of these steps; it goes on when told to."""
+    topic, count = pulsar.topic(2), PER_BATCH * (len(in_batches) + 3)
+    append(str(tmp_path / "log"), pa.Table.from_batches([rows(count)]), partition_by=2)
     file, folder = tmp_path / "p.json", tmp_path / "hits"
     folder.mkdir()
     pipeline = {
@@ -109,8 +116,11 @@ def goes_on(pulsar: Pulsar, tmp_path: Path, harm: Callable[[Callable[[], None]],
         "sinks": [{"format": "pulsar", **pulsar.options, "topic": topic}],
     }
     file.write_text(json.dumps(pipeline))
-    steps = ",".join([*(f"{p}@batch={n}!wait" for n, p in enumerate(STEPS)), f"commit.decide:after@batch={len(STEPS)}"])
-    starts = [steps, ",".join(f"{p}!wait" for p in RECOVERY)]
+    waits = [f"{p}@batch={n}!wait" for n, p in enumerate(in_batches)]
+    starts = [
+        ",".join([*waits, f"commit.decide:after@batch={len(in_batches)}"]),
+        ",".join(f"{p}!wait" for p in in_recovery),
+    ]
     met: list[str] = []
 
     def run(crash: str) -> int | None:
@@ -143,10 +153,10 @@ def goes_on(pulsar: Pulsar, tmp_path: Path, harm: Callable[[Callable[[], None]],
             starts.pop(0)
         else:
             failed += 1
-            assert failed <= len(STEPS), f"exit code {code}, after {met}"
-    assert sorted(met) == sorted([*STEPS, "commit.decide:after", *RECOVERY])
+            assert failed <= len(in_batches) + len(in_recovery), f"exit code {code}, after {met}"
+    assert sorted(met) == sorted([*in_batches, "commit.decide:after", *in_recovery])
     found = Counter(m.data() for n in range(2) for m in native(pulsar, f"{topic}-partition-{n}"))
-    assert found == Counter(b"row %d" % n for n in range(ROWS))
+    assert found == Counter(b"row %d" % n for n in range(count))
     made, metadata = sink(tmp_path, pulsar, topic), json.loads((tmp_path / "checkpoint" / "metadata").read_text())
     assert made.committer(Scope("p", made.name, metadata["id"])).open_transactions() == []
 

@@ -31,6 +31,7 @@ from delivered_lab.brokers.servers import (
     State,
     as_lines,
     fetch_archive,
+    free_ports,
     java_command,
     log_level,
     make_certificate,
@@ -127,7 +128,22 @@ def prepare(folder: Path, state: State, say: Say) -> list[str]:
         ),
         *("org.apache.pulsar.PulsarStandaloneStarter", "--config", str(file)),
         *("--no-functions-worker", "--no-stream-storage", "--advertised-address", "127.0.0.1"),
-        *("--metadata-dir", str(data / "metadata"), "--bookkeeper-dir", str(data / "bookkeeper")),
+        *_metadata(data),
+        *("--bookkeeper-dir", str(data / "bookkeeper")),
+    ]
+
+
+def _metadata(data: Path) -> list[str]:
+    """Before 2.11 in a ZooKeeper of its own, at a port of its own."""
+    if tuple(map(int, version().split(".")[:2])) >= (2, 11):
+        return ["--metadata-dir", str(data / "metadata")]
+    return [
+        "--zookeeper-dir",
+        str(data / "metadata"),
+        "--zookeeper-port",
+        str(free_ports(1)[0]),
+        "--bookkeeper-port",
+        str(free_ports(1)[0]),
     ]
 
 
