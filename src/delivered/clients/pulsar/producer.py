@@ -263,7 +263,7 @@ class Producer:
                 return answer
             except (NoAnswer, Rejected) as error:
                 passes = isinstance(error, NotSent) or (before and isinstance(error, NoAnswer))
-                if isinstance(error, Rejected):  # where it was before, the broker may not know yet that it has gone
+                if isinstance(error, Rejected):  # where it was before, the broker may not have closed it yet
                     passes = error.may_pass or (before and error.code == Error.PRODUCER_BUSY)
                 if not passes or time.monotonic() + _PAUSE_S > deadline:
                     raise
@@ -362,7 +362,7 @@ class Producer:
                 return
             if any(sent.is_chunk for _, sent in unanswered):  # readers drop a message of which a chunk comes twice
                 raise NoAnswer(f"{self._connection.name}: the connection broke between chunks of a message")
-        with suppress(NotSent):  # broken again: it is noted
+        with suppress(NotSent):  # broken again: `_lost` was called
             for _, sent in unanswered:
                 self._transmit(sent, deadline)
 
