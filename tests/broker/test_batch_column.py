@@ -155,6 +155,21 @@ def test_checkpoints_and_pipelines_that_share_a_table(orders: TableOrders) -> No
     ]
 
 
+@pytest.mark.parametrize("server", ON_POSTGRES, indirect=True)
+def test_a_writer_gets_a_number_that_no_other_had(orders: TableOrders) -> None:
+    """Also if only the ledger knows the other one, or only the table."""
+    orders.run(2)
+    orders.execute("TRUNCATE TABLE {t}")
+    orders.checkpoint = "second"
+    orders.run(1, latest=True)
+    assert orders.numbers() == [BATCHES]
+    elsewhere = replace(orders, name=f"{orders.name}-elsewhere", folder=orders.folder / "elsewhere")
+    elsewhere.table = orders.table
+    elsewhere.columns = {**orders.columns, "ledgerSchema": "delivered_elsewhere"}
+    elsewhere.run(2)
+    assert orders.numbers() == [BATCHES, 2 * BATCHES, 2 * BATCHES + 1]
+
+
 @pytest.mark.parametrize("server", ON_MYSQL, indirect=True)
 def test_a_table_without_the_column_is_refused_with_what_adds_it(server: Any, tmp_path: Path) -> None:
     table = server.table()

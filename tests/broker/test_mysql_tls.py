@@ -17,6 +17,7 @@ from delivered.connectors.mysql import CONNECTOR
 from delivered.connectors.mysql.client import connect
 from delivered.connectors.outbox import OutboxOptions
 from delivered.connectors.outbox import client as outbox
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.patterns.saga.log import Log
 
@@ -103,6 +104,11 @@ def test_a_server_without_tls_is_refused_where_tls_is_asked_for(
 ) -> None:
     with pytest.raises(Exception, match="SSL"):
         client(f"{mysql.url}?ssl_ca={files['certificate']}")
+
+
+def test_that_is_a_mistake_and_no_outage(mysql: Mysql, files: dict[str, Path]) -> None:
+    (finding,) = mysql.sink(url=f"{mysql.url}?ssl_ca={files['certificate']}").preflight(Guarantee.EXACTLY_ONCE)
+    assert (finding.code, finding.refuses, finding.transient) == ("TLS_ABSENT", True, False)
 
 
 @CLIENTS

@@ -580,3 +580,14 @@ def test_rows_and_decision_are_in_together_or_not_at_all(postgres: Postgres, mec
     again = rig.context("second")
     commit_batch(again, 1, offsets(1), rig.write(rig.plan(again, 1)))
     assert rig.visible() == rig.expected(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("query", "code"),
+    [("sslmode=require", "TLS_ABSENT"), ("sslmode=verify-full", "TLS_ABSENT"), ("a=1", "OPTION_UNKNOWN")],
+)
+def test_a_url_that_this_server_or_libpq_cannot_meet_is_a_mistake_and_no_outage(
+    postgres: Postgres, query: str, code: str
+) -> None:
+    (finding,) = postgres.sink(url=f"{postgres.url}?{query}").preflight(Guarantee.EXACTLY_ONCE)
+    assert (finding.code, finding.refuses, finding.transient) == (code, True, False)

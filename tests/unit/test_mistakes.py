@@ -81,6 +81,8 @@ MISTAKES = {
     "column": Mistake("plan FILE", "SQL_INVALID", "did you mean value?", ("CAST(value", "CAST(vale")),
     "keyword": Mistake("plan FILE", "SQL_INVALID", "did you mean SELECT?", ("SELECT", "SELEC")),
     "function": Mistake("plan FILE", "SQL_INVALID", "did you mean upper?", ("CAST(value AS STRING)", "uper(value)")),
+    "arguments": Mistake("plan FILE", "SQL_INVALID", "takes 2 arguments", ("CAST(value AS STRING)", "sha2(value)")),
+    "other tool's name": Mistake("plan FILE", "OPTION_UNKNOWN", "write 'path'", ("log, path:", "log, location:")),
     "view": Mistake("plan FILE", "SQL_INVALID", "did you mean source?", ("FROM source", "FROM sources")),
     "type": Mistake("plan FILE", "COLUMN_TYPE", "cast", ("CAST(value AS STRING)", "CAST(value AS BIGINT)")),
     "name of a column": Mistake("plan FILE", "COLUMN_MISSING", "ALTER TABLE", ("AS id", "AS ident")),

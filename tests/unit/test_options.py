@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,7 @@ from delivered.contract.connector import Connector, Factory
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.options import Options, OptionTable, option, whole
 from delivered.model.secrets import redacted
+from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import connectors
 from delivered.pipeline.spec import PIPELINE_OPTIONS
 
@@ -202,3 +204,22 @@ def test_no_two_tables_spell_one_option_in_two_cases() -> None:
     for table in [PIPELINE_OPTIONS, *(p.values[0].options.TABLE for p in PARTS)]:  # type: ignore[attr-defined]
         spelt = [s.lower() for o in table.options for s in (o.name, *o.aliases)]
         assert len(spelt) == len(set(spelt)), table.owner
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "option", "meant"),
+    [
+        (Endpoint("kafka", {"topic": "a"}).source, "topic", "subscribe"),
+        (Endpoint("kafka", {"subscribe": "a"}).sink, "subscribe", "topic"),
+        (Endpoint("kafka", {"brokers": "a:1"}).source, "brokers", "kafka.bootstrap.servers"),
+        (Endpoint("delta", {"location": "a"}).sink, "location", "path"),
+        (Endpoint("postgres", {"host": "a"}).sink, "host", "url"),
+        (Endpoint("postgres", {"primaryKey": "a"}).sink, "primaryKey", "keyColumns"),
+    ],
+)
+def test_the_name_that_another_tool_has_for_an_option_is_known(
+    endpoint: Callable[[], Any], option: str, meant: str
+) -> None:
+    with pytest.raises(UsageError, match=f"has no option '{option}'") as error:
+        endpoint()
+    assert error.value.next_step == f"write '{meant}'"

@@ -48,6 +48,10 @@ SOURCE = {
         ("SELECT upper(topic, ) AS t FROM source", "followed by ')'", "remove the comma"),
         ("SELECT key, value", "reads no source", "add FROM"),
         ("SELECT upper(CAST(key AS STRNG)) AS k FROM source", "'STRNG'", "did you mean STRING?"),
+        ("SELECT upper(key, value) AS k FROM source", "'upper'", "upper takes 1 argument, not 2"),
+        ("SELECT\n  sha2(concat(key, value)) AS k\nFROM source", "3 of '  sha2(concat(", "takes 2 arguments, not 1"),
+        ("SELECT coalesce() AS k FROM source", "'coalesce'", "1 or more arguments, not 0"),
+        ("SELECT substr(key) AS k, substring_index(key) AS v FROM source", "'substring_index'", "takes 3"),
     ],
 )
 def test_what_cannot_run_is_an_error(sql: str, what: str, hint: str) -> None:
@@ -88,6 +92,9 @@ def test_what_only_spark_can_tell_is_a_doubt(sql: str) -> None:
         "SELECT from_json(CAST(value AS STRING), 'a INT').a AS a, current_timestamp AS now FROM source",
         "SELECT uuid() AS id, random() AS r, chr(65) AS c FROM source",
         "SELECT count(*) OVER w AS n FROM source WINDOW w AS (PARTITION BY topic)",
+        "SELECT trim(BOTH 'a' FROM topic) AS t, count(DISTINCT key, topic) AS n FROM source",
+        "WITH upper(a, b) AS (SELECT key, value FROM source) SELECT a FROM upper",
+        "SELECT sha2.a FROM source sha2(a, b, c, d, e)",
     ],
 )
 def test_what_spark_accepts_is_accepted(sql: str) -> None:

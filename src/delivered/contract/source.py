@@ -48,6 +48,10 @@ class Finding:
     def refusal(cls, why: DeliveredError) -> Finding:
         return cls(why.code.removeprefix("DELIVERED_"), why.message, True, why.next_step, None, why.may_come_back)
 
+    def __str__(self) -> str:
+        """As a warning: with the code that `delivered explain` takes."""
+        return f"{'; '.join(filter(None, (self.message.rstrip('.'), self.next_step)))} [DELIVERED_{self.code}]"
+
 
 Offsets = dict[str, Any]
 """A position in a source, as the JSON in Spark's offset log. The connector chooses the shape."""

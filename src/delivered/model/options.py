@@ -173,6 +173,19 @@ class Option:
         return self.type.parse(owner, self.name, text, self.example and f"write {_call(self.name, self.example)}")
 
 
+_SAME = (
+    frozenset(("topic", "topics", "subscribe")),
+    frozenset(("kafka.bootstrap.servers", "bootstrap.servers", "bootstrapservers", "brokers", "servers", "broker")),
+    frozenset(("url", "uri", "dsn", "host", "server", "servers", "address", "addresses", "endpoint", "endpoints")),
+    frozenset(("path", "file", "folder", "dir", "directory", "location", "basepath")),
+    frozenset(("table", "dbtable", "relation")),
+    frozenset(("queue", "stream", "destination")),
+    frozenset(("keycolumns", "primarykey", "primarykeys", "mergekeys", "upsertkeys")),
+    frozenset(("mode", "writemode", "savemode", "outputmode")),
+)
+"""Names, in lower case, that one thing has in different systems and tools; for suggestions."""
+
+
 @dataclass(frozen=True)
 class OptionTable:
     """The options of one source or sink.
@@ -227,9 +240,11 @@ class OptionTable:
 
     def _unknown(self, key: str) -> UsageError:
         names = [o.name for o in self.options]
+        same = [n for n in names if any({key.lower(), n.lower()} <= words for words in _SAME)]
         near = difflib.get_close_matches(key.lower(), [n.lower() for n in names], n=1, cutoff=0.6)
+        near = same or [n for n in names if n.lower() in near]
         within = [n for n in names if key.lower().endswith(n.lower())]  # another system's word: serviceUrl
-        suggestion = next((n for n in names if near and n.lower() == near[0]), max(within, key=len, default=None))
+        suggestion = next(iter(near), max(within, key=len, default=None))
         known = ", ".join(sorted(names)) + "".join(f", {p}*" for p in self.passthrough)
         return UsageError(
             "OPTION_UNKNOWN.NEAR" if suggestion else "OPTION_UNKNOWN.OTHER",
@@ -645,11 +660,22 @@ _LIBPQ = {
 }
 
 
+_LIBPQ_TEXT = """
+application_name client_encoding connect_timeout dbname fallback_application_name gssdelegation gsslib host hostaddr
+keepalives keepalives_count keepalives_idle keepalives_interval krbsrvname load_balance_hosts max_protocol_version
+min_protocol_version options passfile password port replication require_auth requirepeer requiressl scram_client_key
+scram_server_key service servicefile ssl ssl_max_protocol_version ssl_min_protocol_version sslcert sslcompression sslcrl
+sslcrldir sslkey sslkeylogfile sslpassword sslrootcert sslsni tcp_user_timeout user
+"""
+_LIBPQ_NAMES = frozenset((*_LIBPQ, *_LIBPQ_TEXT.split()))
+"""Parameters of libpq 18; a later one may know more."""
+
+
 def check_postgres_words(query: str) -> None:
-    """Whether libpq knows the words of a URL's parameters, which it reads only once it connects.
+    """Whether libpq knows a URL's parameters and their words, which it reads only once it connects.
 
     Raises:
-        Unfit: a word is unknown, or a parameter is given twice.
+        Unfit: a word is unknown, a parameter is misspelt or given twice.
     """
     given = parse_qs(query, keep_blank_values=True)
     for name, words in _LIBPQ.items():
@@ -668,6 +694,9 @@ def check_postgres_words(query: str) -> None:
     odd = next((name for name in given if name not in known and name.lower() in known), None)
     if odd is not None:
         raise Unfit.build("OPTION_VALUE.PARAMETER_CASE", parameter=odd, known=odd.lower())
+    for name in given.keys() - _LIBPQ_NAMES:
+        if near := difflib.get_close_matches(name.lower(), _LIBPQ_NAMES, n=1, cutoff=0.75):
+            raise Unfit.build("OPTION_VALUE.PARAMETER_NEAR", parameter=name, known=near[0])
 
 
 def names_database(parts: SplitResult) -> bool:

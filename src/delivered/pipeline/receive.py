@@ -217,7 +217,7 @@ def check(source: Endpoint) -> None:
             raise Unreachable(finding.code, finding.message, finding.next_step)
         if finding.refuses:
             raise UsageError(finding.code, finding.message, finding.next_step)
-        _LOG.warning("%s", finding.message)
+        _LOG.warning("%s", finding)
 
 
 def receive_one(

@@ -7,6 +7,7 @@ as names and functions go; or in doubt, where only Spark can tell. What is wrong
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 KNOWN_SPARK = (4, 3)
 """Newest version whose keywords and functions stand here: a later one may know more."""
+_COUNTS = Path(__file__).with_name("sql-arguments.json")
 
 _KEYWORDS_TEXT = """
 add after aggregate align all alter always analyze and anti any any_value apply approx archive array as asc
@@ -79,6 +81,10 @@ _TYPE_NAMES = (
     *("VARCHAR", "BINARY", "DATE", "TIMESTAMP", "TIMESTAMP_NTZ", "INTERVAL", "ARRAY", "MAP", "STRUCT", "VARIANT"),
 )
 """The usual ones, for suggestions."""
+_BETWEEN_ARGUMENTS = frozenset(
+    ("as", "from", "for", "in", "placing", "using", "order", "both", "leading", "trailing", "select", "distinct", "all")
+)
+"""Words between arguments, in the grammars of single functions."""
 _UNITS_TEXT = """
 year years yearofweek yr quarter qtr month mon week weeks day days d dayofweek dow doy hour hours h minute min m
 second seconds sec s millisecond ms microsecond us nanosecond epoch
@@ -164,6 +170,24 @@ def _functions() -> frozenset[str]:
     return _SQL_ONLY | {name.lower() for name in re.findall(r"^(?:def )?(\w+)(?:\(| = )", text, re.MULTILINE)}
 
 
+_COUNTS_MAX = 9
+"""Arguments that `tools.sql_arguments` tried."""
+
+
+@cache
+def _argument_counts() -> Mapping[str, Collection[int]]:
+    """How many arguments Spark's functions take, in any version known here."""
+    counts: dict[str, list[int]] = json.loads(_COUNTS.read_text(encoding="utf-8"))
+    return counts
+
+
+def _either(counts: Collection[int]) -> str:
+    *some, last = sorted(counts)
+    if last == _COUNTS_MAX:
+        return f"{min(counts)} or more arguments"
+    return f"{', '.join(map(str, some))} or {last} arguments" if some else f"{last} argument{'s' * (last != 1)}"
+
+
 class _Query:
     """One text over the views of the sources."""
 
@@ -215,7 +239,7 @@ class _Query:
             name=name,
             line=line,
             position=at,
-            sql=self._sql.strip(),
+            sql=self._sql.split("\n")[line - 1].rstrip(),
             hint=hint or did_you_mean(name, near),
             views=views,
         )
@@ -250,7 +274,7 @@ class _Query:
             if two.is_plain and outer:
                 hint = did_you_mean(two.text, _CLAUSES)
                 return self._wrong("SQL_INVALID.WORDS", f"{one.text} {two.text} {three.text}", one.start, hint=hint)
-        return self._comma(words) or self._unknown_type(words)
+        return self._comma(words) or self._unknown_type(words) or self._wrong_count(words)
 
     def _comma(self, words: list[_Word]) -> UsageError | None:
         """A comma that nothing follows. Older Sparks take FROM for a column then, of a query that reads nothing."""
@@ -280,6 +304,37 @@ class _Query:
             if called and known and word.lower not in known | _KEYWORDS | names.given:
                 return self._wrong("SQL_INVALID.FUNCTION", word.text, word.start, known)
         return None
+
+    def _wrong_count(self, words: list[_Word]) -> UsageError | None:
+        """Of arguments that commas alone separate; `trim(BOTH FROM a)` has a grammar of its own."""
+        end = _Word("", len(self._sql), is_name=False, quoted=False)
+        calls: list[_Call] = []
+        for at, word in enumerate(words):
+            before, second = (words[at - n] if at >= n else end for n in (1, 2))
+            if word.text == "(":
+                calls.append(_Call(before if self._is_called(before, second) else None))
+            elif word.text == ")":
+                call = calls.pop()
+                after, next_ = [*words[at + 1 : at + 3], end, end][:2]
+                is_query = after.lower == "as" and next_.text == "("  # WITH rank(a, b) AS (...)
+                count = call.commas + (before.text != "(")
+                if call.name is None or not call.is_plain or is_query or count > _COUNTS_MAX:
+                    continue
+                allowed = _argument_counts().get(call.name.lower)
+                if allowed and count not in allowed:
+                    hint = f"{call.name.text} takes {_either(allowed)}, not {count}; "
+                    return self._wrong("SQL_INVALID.ARGUMENTS", call.name.text, call.name.start, hint=hint)
+            elif calls:
+                calls[-1].add(word)
+        return None
+
+    def _is_called(self, name: _Word, before: _Word) -> bool:
+        """Whether a name in front of a parenthesis is a function's, and not an alias of a table with its columns.
+
+        Functions whose names are keywords have grammars of their own: dateadd(DAY, 1, a).
+        """
+        is_alias = before.lower in ("as", ".", ")", "with") or before.quoted or before.is_plain
+        return name.is_plain and not is_alias and before.lower not in self._sources
 
     def _unknown_view(self, table: exp.Table, names: _Names) -> UsageError | str | None:
         name = table.name
@@ -378,6 +433,24 @@ class _Word:
     def is_plain(self) -> bool:
         """It can only be a name."""
         return self.is_name and not self.quoted and self.lower not in _KEYWORDS
+
+
+@dataclass
+class _Call:
+    """Parentheses, and what stands in them, other parentheses left out.
+
+    Attributes:
+        name: of the function; None: it is none.
+        is_plain: commas alone separate its arguments.
+    """
+
+    name: _Word | None
+    commas: int = 0
+    is_plain: bool = True
+
+    def add(self, word: _Word) -> None:
+        self.commas += word.text == ","
+        self.is_plain &= word.text != "*" and word.lower not in _BETWEEN_ARGUMENTS
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def make_plan(request: Request) -> Plan | Refusal:
         warnings=(
             *source_warnings(request),
             *_transform_changed(request),
-            *(f.message for f in request.findings),
+            *map(str, request.findings),
         ),
         checked=tuple(line for s in request.sinks for line in s.checked),
         records=tuple(f"{part.label}: {part.capability.records}" for part in _by_choice(request)),

@@ -173,6 +173,8 @@ def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
     text, where = error_message(error), f"MySQL at {options.place}"
     if number in LOGIN:
         return Unreachable("MYSQL_LOGIN", where=where, text=text)
+    if "SSL is required but" in text:
+        return UsageError("TLS_ABSENT.MYSQL", where=where, text=text)
     if text.startswith("Packet sequence number wrong"):
         return Unreachable("MYSQL_UNREACHABLE.OTHER_SERVER", where=where, text=text)
     if number in LOST:

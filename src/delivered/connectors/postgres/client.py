@@ -251,6 +251,10 @@ def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
     if type(error).__name__ == "DataError" and state is None:  # of the client, about a value
         return BadRecord("ROW_UNWRITABLE.CLIENT", where=where, text=text)
     if state is None:
+        if "invalid URI query parameter" in text:
+            return UsageError("OPTION_UNKNOWN.LIBPQ", where=where, text=text)
+        if "does not support SSL" in text:
+            return UsageError("TLS_ABSENT.POSTGRES", where=where, text=text)
         if "received invalid response to" in text or "expected authentication request" in text:
             return Unreachable("POSTGRES_UNREACHABLE.OTHER_SERVER", where=where, text=text)
         if any(words in text for words in ("authentication", "password", "pg_hba.conf", 'FATAL: role "')):
