@@ -249,6 +249,10 @@ def test_shards_that_show_one_after_another_lie_behind(
         write_shard(rig.sinks, weak, shard, 0, iter([Rows(rig.rows(2, shard))]), SCHEMA)
         assert (scan.position(), scan.changes(end, facts)) == (end, Changes())
     assert sum(b.num_rows for piece in scan.slices(end) for b in scan.read(piece)) == 100
+    other = Rig(rig.sink)  # whose first batch is in flight
+    in_flight = other.plan(other.context("weak", Guarantee.AT_LEAST_ONCE), 0)
+    write_shard(other.sinks, in_flight, 0, 0, iter([Rows(other.rows(0, 0))]), SCHEMA)
+    assert (scan.position(), scan.changes(end, facts)) == (end, Changes())
 
 
 @pytest.mark.parametrize("name", sweep(BOTH, BOTH[1].__eq__))

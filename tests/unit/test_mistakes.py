@@ -67,6 +67,8 @@ MISTAKES = {
     "guarantee option": Mistake("plan FILE --guarantee atleast_once", "FILE_INVALID", "did you mean at_least_once?"),
     "key": Mistake("plan FILE", "FILE_INVALID", "write 'checkpoint'", ("checkpoint:", "checkpont:")),
     "kind of value": Mistake("plan FILE", "FILE_INVALID", "a list", ("sinks: [", "sinks: 7 # [")),
+    "one source as several": Mistake("plan FILE", "FILE_INVALID", "write 'source'; or name", ("source:", "sources:")),
+    "name of a pipeline": Mistake("plan FILE", "FILE_INVALID", "write pipeline", (": orders", ": my/orders")),
     "tab": Mistake("plan FILE", "FILE_NOT_YAML", "replace the tab in line 2", ("guarantee:", "\tguarantee:")),
     "bracket": Mistake("plan FILE", "FILE_NOT_YAML", "close the { of line 4", ("/in}", "/in")),
     "colon": Mistake("plan FILE", "FILE_NOT_YAML", "quote the value in line 1", ("orders", "orders: all")),

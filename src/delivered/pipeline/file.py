@@ -625,7 +625,24 @@ def _faults(
                 step: str | None = did_you_mean(str(fault["input"]), allowed).strip()
                 if not step and (meant := f": {' or '.join(allowed)}" if allowed else _meant(path)):
                     step = f"write {key}{meant}"
-                yield f"{where}: {key} is {given}; {_lower(fault['msg'])}", step
+                if fault["type"] == "model_type" and path[:1] == ("sources",):
+                    step = "write 'source'; or name each source: sources: {orders: {format: ...}}"
+                must = _MUST.get(fault["type"], f"; {_lower(fault['msg'])}")
+                yield f"{where}: {key} is {given}{must.format(**fault.get('ctx', {}))}", step
+
+
+_MUST: Mapping[str, str] = {
+    **dict.fromkeys(("bool_parsing", "bool_type"), "; it must be true or false"),
+    **dict.fromkeys(("float_parsing", "float_type", "int_parsing", "int_type"), "; it must be a number"),
+    **dict.fromkeys(("model_type", "dict_type", "model_attributes_type"), "; it must have keys of its own"),
+    **dict.fromkeys(("too_short", "string_too_short"), "; it must not be empty"),
+    "greater_than": "; it must be greater than {gt}",
+    "list_type": "; it must be a list",
+    "literal_error": "; it must be one of {expected}",
+    "string_pattern_mismatch": "; it must be 1 to 64 letters, digits, '.', '_' or '-'",
+    "string_type": "; it must be text",
+}
+"""By pydantic's types of errors: what a value must be."""
 
 
 def _known_part(loc: tuple[int | str, ...], lines: Mapping[Path_, int]) -> Path_:
