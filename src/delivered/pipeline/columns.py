@@ -53,13 +53,16 @@ def checked_columns(pipeline: Definition) -> tuple[Finding, ...]:
             if facts.sorts and pipeline.output_mode != "complete":
                 return (Finding.refusal(UsageError("OUTPUT_MODE.SORTS", mode=pipeline.output_mode)),)
             columns = facts.columns
+        found: list[Finding] = []
         for endpoint in pipeline.sinks if columns is not None else ():
-            _check(endpoint, projected(columns, endpoint.projection))
+            own = projected(columns, endpoint.projection)
+            _check(endpoint, own)
+            found += _audited_by(pipeline, endpoint, own)
+        return tuple(found)
     except UsageError as error:
         return (Finding.refusal(error),)
     except DeliveredError:
         return ()  # a server went away meanwhile: the start reports it
-    return ()
 
 
 def _sql(pipeline: Definition, sources: Mapping[str, pa.Schema]) -> SqlFacts:
@@ -106,6 +109,17 @@ def projected(columns: pa.Schema, projection: Projection) -> pa.Schema:
             raise UsageError("SELECT_COLUMN.PLAN", column=item.name, names=", ".join(columns.names))
     kinds = [(i.name, types[i.name.lower()] if i.sql is None else UNKNOWN) for i in projection.items]
     return pa.schema(kinds) if kinds else columns
+
+
+def _audited_by(pipeline: Definition, endpoint: Endpoint, columns: pa.Schema) -> Iterator[Finding]:
+    """What identifies records for an audit, and is no SQL over the sink's columns: a run goes on, no audit does."""
+    for name, text in {**pipeline.audit_by, **endpoint.audit}.items():
+        facts = check_sql(f"SELECT {text} FROM source", {"source": columns}, builtin=_is_builtin(pipeline))
+        if facts.error is not None:
+            sink, names = endpoint.sink().name, ", ".join(columns.names)
+            yield Finding.build(
+                "AUDIT_EXPRESSION.PLAN", refuses=False, name=name, text=text, sink=endpoint.name or sink, columns=names
+            )
 
 
 def _check(endpoint: Endpoint, columns: pa.Schema) -> None:

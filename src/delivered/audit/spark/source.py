@@ -84,7 +84,7 @@ def expressions(request: AuditRequest) -> Iterator[None]:
         if request.id is None and request.key is None and request.own is None:
             raise
         raise BadExpression(
-            "AUDIT_EXPRESSION", id=request.id, key=request.key, own=request.own, error=str(error).splitlines()[0]
+            "AUDIT_EXPRESSION.SPARK", id=request.id, key=request.key, own=request.own, error=str(error).splitlines()[0]
         ) from None
 
 
