@@ -382,6 +382,11 @@ def test_rows_that_move_between_batches(orders: TableOrders) -> None:
     orders.run()
     orders.execute(f"UPDATE {{t}} SET batch = NULL WHERE value = '{3 * ROWS}'")
     assert orders.audit().counts == clean(ROWS), "rows without a number are read too"
+    orders.run()
+    orders.copy(4 * ROWS)
+    orders.execute(f"UPDATE {{t}} SET batch = -1 WHERE value = '{4 * ROWS}'")
+    with_others = orders.audit()
+    assert any("rows without a number" in text for text in with_others.unknowns), "as those with a number below 0"
 
 
 def test_a_number_of_a_batch_that_never_started(orders: TableOrders) -> None:

@@ -163,6 +163,17 @@ def test_what_the_options_add_to_a_table_is_not_missing(orders: Path) -> None:
     assert unknown.code == "SELECT_COLUMN"
 
 
+def test_what_an_audit_cannot_read_is_a_warning(orders: Path) -> None:
+    sql = "SELECT length(key) AS id, CAST(value AS STRING) AS text FROM source"
+    for right in ({"id": "id"}, {"id": "concat(id, text)", "own": "id > 0"}, {"key": "text"}):
+        answer = plan(orders, sql, audit=right)
+        assert isinstance(answer, Plan) and answer.warnings == (), answer
+    wrong = plan(orders, sql, audit={"id": "idd", "own": "true"})
+    assert isinstance(wrong, Plan)
+    (warning,) = wrong.warnings
+    assert "id is 'idd'" in warning and warning.endswith("[DELIVERED_AUDIT_EXPRESSION]")
+
+
 def test_the_command_asks_spark_only_in_doubt(orders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("delivered.cli.run.quiet_spark", lambda *_: sys.exit(77))
     file = orders / "orders.yaml"
