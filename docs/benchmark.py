@@ -108,8 +108,8 @@ are copied, and audited: by `delivered audit` in a shell, start included, and by
 machine with {cores} cores runs all of it; seconds are medians of {rounds} runs, each of which leaves {new:,} more
 sealed records.
 
-| sealed before | shell, s | CPU, s | memory, MiB | Spark, warm, s | full audit by Spark, from the shell, s |
-|---:|---:|---:|---:|---:|---:|
+| sealed before | shell, s | CPU, s | memory, MiB | Spark, warm, s | full audit by Spark, from the shell, s | commit |
+|---:|---:|---:|---:|---:|---:|---|
 """
 
 
@@ -123,7 +123,8 @@ def _audits() -> str:
         seconds, cpu, memory = (statistics.median(r[k] for r in one["shell"]) for k in ("seconds", "cpu_s", "peak_mib"))
         warm = statistics.median(r["seconds"] for r in one["warm"])
         full = f"{one['full']['seconds']:.1f}" if "full" in one else ""
-        lines.append(f"| {one['sealed']:,} | {seconds:.2f} | {cpu:.2f} | {memory:,.0f} | {warm:.2f} | {full} |")
+        of = one.get("commit") or run.get("origin", {}).get("commit", "")
+        lines.append(f"| {one['sealed']:,} | {seconds:.2f} | {cpu:.2f} | {memory:,.0f} | {warm:.2f} | {full} | {of} |")
     first, last = (statistics.median(r["seconds"] for r in run["runs"][at]["shell"]) for at in (0, -1))
     warm_first, warm_last = (statistics.median(r["seconds"] for r in run["runs"][at]["warm"]) for at in (0, -1))
     note = f"Last line against first: {last / first:.2f} in the shell, {warm_last / warm_first:.2f} by Spark."
