@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from delivered.cli.explain import to_json
-from delivered.model.catalogue import entries
+from delivered.model.errors import entries
 
 _SRC = Path(__file__).parents[1] / "src"
 _SPECIAL = {"<": "&lt;", ">": "&gt;"}

@@ -36,10 +36,10 @@ _PRIVATE = re.compile(
 )
 """Words that a reader of the field would not search for."""
 _KEPT_KEYS = (
-    "begun",  # a table of SQL ledgers, a folder of those on files, a part of the keys of those in Kafka
-    "begun_at",  # a column of PostgreSQL's ledger
-    "noted",  # a table of a dedup's keys
-    "left_out",  # a table of SQL ledgers; a key of a run's summary and of a retry's
+    "begun",  # model/work.py: a table of SQL ledgers, a folder of those on files, a part of the keys of those in Kafka
+    "begun_at",  # kits/sql/database.py: a column of two SQL ledgers
+    "noted",  # kits/sql/database.py: a table of a dedup's keys
+    "left_out",  # kits/sql/database.py: a table of SQL ledgers; a key of a run's summary and of a retry's
     "gone",  # a folder of the files sink's ledger; a state of receivers, in metrics and the status
 )
 """Literals that stand in durable records, and in what users read by program: they do not change."""

@@ -20,7 +20,7 @@ CRASHES: dict[str, tuple[str, ...]] = {
         "commit.record:before@batch=4",  # all rows of the batch are in, and nobody wrote it down
     ),
     "at_most_once": (
-        "batch.begin:after@batch=1",  # the batch is marked as begun, no row left: all of it is given up
+        "batch.begin:after@batch=1",  # the batch is recorded as started, no row left: all of it is given up
         "write.send:after@batch=2",  # some rows left, the rest is given up
         "commit.record:before@batch=4",  # all rows are in, and nobody can know: given up, not lost
     ),

@@ -15,7 +15,7 @@ from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Ledg
 from delivered.model.identity import OtherLedger, Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_INCARNATIONS, OUTAGE_PATIENCE_S, OWNERS_REMEMBERED
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Archived, Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Unknown
+from delivered.model.work import Archived, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Started, Unknown
 
 
 class Ledger:
@@ -91,7 +91,7 @@ class Ledger:
         if state.owner is None or self._claim != (state.owner.id, state.epoch):
             raise self._fenced(self._claim[0] if self._claim else "none", state.owner)
 
-    def begin(self, begun: Begun) -> Outcome[None]:
+    def begin(self, started: Started) -> Outcome[None]:
         """Record durably that a batch may send records from now on, if this owner is not fenced.
 
         Runs before the batch's tasks. May be called again for the same batch. Failed: this owner was fenced.
@@ -101,7 +101,7 @@ class Ledger:
 
         def rule(head: Head) -> Change | None:
             self._check_claim(claim, head)
-            return None if head.begun() == begun else Change(begun=begun)
+            return None if head.started() == started else Change(started=started)
 
         return self._write(rule)
 
@@ -247,7 +247,7 @@ def state_of(
     owner: Owner | None,
     epoch: int,
     decisions: Iterable[Decision],
-    begun: Mapping[str, Begun],
+    started: Mapping[str, Started],
     archived: Callable[[str], Archived | None],
 ) -> LedgerState:
     """A ledger's state, from the records that its store holds.
@@ -258,20 +258,20 @@ def state_of(
     Args:
         decisions: the newest of each incarnation; oldest first, by the store's own order, or if it has none, by time
             (`by_time`).
-        begun: incarnation -> its last begun batch; ordered in the same way.
+        started: incarnation -> its last started batch; ordered in the same way.
         archived: finds an incarnation's archive entry.
     """
     newest = {d.scope.incarnation: d for d in sorted(decisions, key=lambda d: d.sequence)}
     followed = [*reversed(newest)].index(scope.incarnation) if scope.incarnation in newest else 0
     last = newest.pop(scope.incarnation, None)
-    begun = dict(sorted(begun.items(), key=lambda item: item[1].sequence))
+    started = dict(sorted(started.items(), key=lambda item: item[1].sequence))
     return LedgerState(
         owner=owner,
         last=last,
-        begun=begun.get(scope.incarnation),
+        started=started.get(scope.incarnation),
         earlier=tuple(reversed(newest.values())),
-        earlier_begun=tuple(
-            (i, b) for i, b in reversed([*begun.items()]) if i != scope.incarnation and i not in newest
+        earlier_started=tuple(
+            (i, b) for i, b in reversed([*started.items()]) if i != scope.incarnation and i not in newest
         ),
         epoch=epoch,
         archived=archived(scope.incarnation) if last is None else None,
@@ -299,10 +299,10 @@ class Outdated:
 
 def outdated(state: LedgerState) -> Outdated:
     """The incarnations that a claim forgets: the oldest ones beyond the limit, never this checkpoint's."""
-    decided, begun = state.earlier[LEDGER_INCARNATIONS:], state.earlier_begun[LEDGER_INCARNATIONS:]
+    decided, started = state.earlier[LEDGER_INCARNATIONS:], state.earlier_started[LEDGER_INCARNATIONS:]
     return Outdated(
-        (*(d.scope.incarnation for d in decided), *(i for i, _ in begun)),
-        (*(d.archived for d in decided), *(Archived.begun(i) for i, _ in begun)),
+        (*(d.scope.incarnation for d in decided), *(i for i, _ in started)),
+        (*(d.archived for d in decided), *(Archived.started(i) for i, _ in started)),
     )
 
 
@@ -318,14 +318,14 @@ class Head:
         epoch: of that claim; 0: there is none.
         batch: the newest decided batch of this incarnation; None: none.
         last: reads its decision. Only called if the batch number is not enough.
-        begun: reads this incarnation's last begun batch.
+        started: reads this incarnation's last started batch.
     """
 
     owner: Owner | None
     epoch: int
     batch: int | None
     last: Callable[[], Decision | None]
-    begun: Callable[[], Begun | None]
+    started: Callable[[], Started | None]
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Change:
-    """What one write stores atomically: a begun batch or a decision.
+    """What one write stores atomically: a started batch or a decision.
 
     Attributes:
         swap: of tables, in the same transaction (`SwapsTables`).
@@ -350,7 +350,7 @@ class Change:
             prepared rows after the decision.
     """
 
-    begun: Begun | None = None
+    started: Started | None = None
     decision: Decision | None = None
     move: tuple[Prepared, ...] = ()
     swap: Swap | None = None
@@ -403,7 +403,7 @@ class Store(Protocol):
 
         `rule` raises if the claim is outdated. It may be called again with a newer head, but never after a change with
         unknown outcome was sent (P19). The same write makes the rows of `Change.move` visible, and reaches the crash
-        points of `commit.apply` once for each; Failed if staged rows of one are gone.
+        points of `commit.apply` once for each; Failed if staged rows of one are missing.
         """
 
     def history(self) -> Iterable[Decision]:

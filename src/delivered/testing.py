@@ -17,7 +17,7 @@ import psutil
 from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.source import Offsets, Slice, SourceDriver
 from delivered.crash import install_from_environment
-from delivered.engine.arbiter import registered
+from delivered.engine.arbiter import register_plan
 from delivered.engine.context import Context
 from delivered.engine.owner import new_owner
 from delivered.engine.runner import Runner
@@ -79,7 +79,7 @@ class Batches:
         spec, owner = self.pipeline.spec, new_owner(psutil.Process())
         scope = spec.scope(self.sinks, incarnation)
         context = Context.open(self.sinks, scope, self.pipeline.guarantee, owner, spec.tolerance)
-        return Runner(self.sinks, context, partial(registered, scope, owner, DriverAddress()))
+        return Runner(self.sinks, context, partial(register_plan, scope, owner, DriverAddress()))
 
     def start(self, incarnation: str, *, takeover: bool = False) -> None:
         """Check the pipeline as a start of it does, and fix the end of what is delivered. Raises Refused."""

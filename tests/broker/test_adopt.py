@@ -54,10 +54,10 @@ def test_a_group_is_taken_over_once_it_is_empty(kafka: Any, tmp_path: Path) -> N
     shown = ours.adopt(group=group, write=False)
     assert {p: o for p, (o, _) in shown.partitions.items()} == {f"{topic}-0": 7, f"{topic}-1": 5}
     assert sum(ahead for _, ahead in shown.partitions.values()) == 40 - 12
-    assert not shown.written and sidecar.kept_first(ours.checkpoint) is None
+    assert not shown.written and sidecar.read_first(ours.checkpoint) is None
     for _ in range(2):  # as after a kill between writing and reporting
         assert ours.adopt(group=group).written
-    kept = sidecar.kept_first(ours.checkpoint)
+    kept = sidecar.read_first(ours.checkpoint)
     assert kept is not None and kept[topic] == {"0": 7, "1": 5}
     with pytest.raises(Refused, match=r"ADOPT_STARTED.*another start"):
         ours.adopt(timestamp_ms=0)
@@ -82,7 +82,7 @@ def test_what_would_be_skipped_or_read_twice_is_refused(kafka: Any, tmp_path: Pa
     for wrong in ({}, {"group": group, "timestamp_ms": 0}):
         with pytest.raises(UsageError, match=r"ADOPT_ORIGIN"):
             ours.adopt(**wrong)
-    assert sidecar.kept_first(ours.checkpoint) is None
+    assert sidecar.read_first(ours.checkpoint) is None
 
 
 def test_from_a_time_and_from_a_checkpoint_of_sparks_own(kafka: Any, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ ON_POSTGRES, ON_MYSQL = (sweep(SYSTEMS, system.__eq__) for system in SYSTEMS)
 
 @pytest.fixture(autouse=True)
 def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_others", cache(registry._others))
+    monkeypatch.setattr(registry, "_find_others", cache(registry._find_others))
 
 
 @pytest.fixture(params=SYSTEMS)

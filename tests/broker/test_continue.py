@@ -63,7 +63,7 @@ class KafkaOrders(Audited):
 
 @pytest.fixture(autouse=True)
 def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_others", cache(registry._others))
+    monkeypatch.setattr(registry, "_find_others", cache(registry._find_others))
 
 
 def start(system: str, request: pytest.FixtureRequest, folder: Path, guarantee: str) -> Audited:

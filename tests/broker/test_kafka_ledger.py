@@ -30,7 +30,7 @@ from delivered.model import work
 from delivered.model.errors import Fenced, LedgerBehind, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.limits import OWNERS_REMEMBERED
-from delivered.model.work import Begun, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Unknown
+from delivered.model.work import Failed, LedgerState, Ok, Outcome, Owner, Prepared, Started, Unknown
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_claim_may_be_repeated_and_a_newer_owner_fences(rig: Rig, opened: Callab
     with pytest.raises(Fenced, match="host-b"):
         one.resume("first")
     assert isinstance(one.decide(decision(rig.scope, 1)), Failed)
-    assert isinstance(one.begin(Begun(1, "o")), Failed)
+    assert isinstance(one.begin(Started(1, "o")), Failed)
     for again in (one, opened()):
         with pytest.raises(Fenced):
             again.claim(FIRST)
@@ -98,12 +98,12 @@ def test_what_is_recorded_already_is_looked_up_before_it_is_believed(
     one.claim(FIRST)
     decided = decision(rig.scope, 0)
     for _ in range(2):
-        assert one.begin(Begun(1, "o")) == Ok(None)
+        assert one.begin(Started(1, "o")) == Ok(None)
         assert one.decide(decided) == Ok(None)
     other = one.decide(replace(decided, offsets="others"))
     assert isinstance(other, Failed) and "DECIDED_OTHERWISE" in other.reason
     two.claim(SECOND)
-    assert isinstance(one.begin(Begun(1, "o")), Failed)
+    assert isinstance(one.begin(Started(1, "o")), Failed)
     assert one.decide(decided) == Ok(None), "it is in, whoever asks"
     assert [d.offsets for d in two.history()] == [decided.offsets]
 
@@ -113,7 +113,7 @@ def test_a_claim_of_the_same_owner_voids_the_one_before(rig: Rig, opened: Callab
     former, later = opened(), opened()
     former.claim(FIRST)
     later.claim(FIRST)
-    assert isinstance(former.begin(Begun(0, "o")), Failed)
+    assert isinstance(former.begin(Started(0, "o")), Failed)
     assert isinstance(former.decide(decision(rig.scope, 0)), Failed)
     assert later.look().last is None
     assert later.decide(decision(rig.scope, 0)) == Ok(None)
@@ -203,13 +203,13 @@ def test_two_processes_of_one_owner_do_not_fence_each_other(rig: Rig, opened: Ca
     planning.claim(FIRST)
     for batch in range(3):
         planning.resume("first")
-        assert planning.begin(Begun(batch, "o")) == Ok(None)
-        assert deciding.resume("first").begun == Begun(batch, "o")
+        assert planning.begin(Started(batch, "o")) == Ok(None)
+        assert deciding.resume("first").started == Started(batch, "o")
         assert deciding.decide(decision(rig.scope, batch)) == Ok(None)
     # The deciding process claims, as after an unknown outcome: the planning one still continues.
     deciding.claim(FIRST)
     assert planning.resume("first").last == deciding.look().last
-    assert planning.begin(Begun(3, "o")) == Ok(None)
+    assert planning.begin(Started(3, "o")) == Ok(None)
     assert deciding.decide(decision(rig.scope, 3)) == Ok(None)
 
 
@@ -360,7 +360,7 @@ def test_p4_the_topic_stays_as_small_as_its_keys_are_few(
         for batch in range(40):
             assert one.decide(decision(rig.scope, batch)) == Ok(None)
             if batch % 10 == 0:
-                assert one.begin(Begun(batch, "o")) == Ok(None)
+                assert one.begin(Started(batch, "o")) == Ok(None)
     records = read_committed(kafka.bootstrap, ledger_topic(rig.scope, None))
     keys = {(m.partition(), m.key()) for m in records}
     assert len(records) > 240
@@ -398,7 +398,7 @@ def test_what_is_forgotten_at_once_is_bounded(
         rig.incarnation = f"run{run}"
         one = opened()
         one.claim(Owner("driver"))
-        assert one.begin(Begun(0, "o")) == Ok(None)
+        assert one.begin(Started(0, "o")) == Ok(None)
         if run % 2:
             assert one.decide(decision(rig.scope, 0, "driver")) == Ok(None)
     monkeypatch.setattr(rules, "LEDGER_INCARNATIONS", 0)
@@ -407,7 +407,7 @@ def test_what_is_forgotten_at_once_is_bounded(
     left = []
     for _ in range(7):
         state = opened().claim(Owner("driver"))
-        left.append([d.scope.incarnation for d in state.earlier] + [i for i, _ in state.earlier_begun])
+        left.append([d.scope.incarnation for d in state.earlier] + [i for i, _ in state.earlier_started])
     assert [len(names) for names in left] == [5, 4, 3, 2, 1, 0, 0]
     assert left[2] == ["run5", "run3", "run1"], "begun alone first, then the oldest decided"
     for run in range(6):
@@ -487,7 +487,7 @@ def test_ledger_of_the_release_before_is_continued_and_refused_there(
         before.setattr(store_module, "MOVED", {})
         one = opened()
         one.claim(FIRST)
-        assert one.begin(Begun(0, "o")) == Ok(None)
+        assert one.begin(Started(0, "o")) == Ok(None)
         for batch in range(2):
             assert one.decide(decision(rig.scope, batch)) == Ok(None)
         other = Ledger(KafkaStore(rig.sink.options, replace(rig.scope, incarnation="theirs")), rig.scope)
@@ -497,7 +497,7 @@ def test_ledger_of_the_release_before_is_continued_and_refused_there(
         other.close()
     two = opened()
     looked = two.look()
-    assert (looked.last, looked.begun, looked.epoch) == (two.claim(SECOND).last, Begun(0, "o"), 2)
+    assert (looked.last, looked.started, looked.epoch) == (two.claim(SECOND).last, Started(0, "o"), 2)
     assert looked.last is not None
     assert (looked.last.batch, looked.earlier) == (1, ()), "a decision counts for the pipeline that it names"
     assert two.decide(decision(rig.scope, 2, "second")) == Ok(None)
@@ -505,7 +505,7 @@ def test_ledger_of_the_release_before_is_continued_and_refused_there(
     assert [d.batch for d in again.history()] == [0, 1, 2]
     state = again.resume("second")
     assert state.last is not None
-    assert (state.last.batch, state.begun) == (2, Begun(0, "o"))
+    assert (state.last.batch, state.started) == (2, Started(0, "o"))
     reader = CommittedReader(store_of(two)._wire, ledger_topic(rig.scope, None), STATE_PARTITION)
     owners = {r.key: r.value for r in reader.read(time.monotonic() + 60)}
     left = owners[Keys(rig.scope).old("owner")]

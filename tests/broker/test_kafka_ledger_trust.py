@@ -16,7 +16,7 @@ from delivered.connectors.kafka.topics import HISTORY_PARTITION, STATE_PARTITION
 from delivered.connectors.kafka.writes import holders
 from delivered.ledger import Ledger
 from delivered.model.errors import InvariantBroken
-from delivered.model.work import Begun, Ok, Owner
+from delivered.model.work import Ok, Owner, Started
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def forged(rig: Rig) -> dict[int, list[tuple[bytes, bytes | None]]]:
     text = decision(rig.scope, 7, "forged").to_json().encode()
     owner = Owner("forged", "host", 1, 0, ()).to_json(claims=99, writers=[1, 2], since=[0, 0]).encode()
     state = [(keys.key("last", own), text), (keys.old("last", own), text), (keys.key("last", "another"), text)]
-    state += [(keys.key("begun", own), Begun(7, "o").to_json().encode()), (keys.key("owner"), owner)]
+    state += [(keys.key("begun", own), Started(7, "o").to_json().encode()), (keys.key("owner"), owner)]
     state += [(keys.old("owner"), owner), (keys.key("archive", 1), b"\xff"), (keys.key("last", own), None)]
     state += [(b"\xff", b"x"), (b"[]", b"x"), (b'"owner"', b"x"), (keys.key("last", own), b"[" * 100_000)]
     return {STATE_PARTITION: state, HISTORY_PARTITION: [(keys.key("kept", own, 7), text), (b"\xff", b"")]}
@@ -52,7 +52,7 @@ def test_what_another_application_writes_is_not_the_ledger(
         assert one.decide(decision(rig.scope, 2)) == Ok(None), "it still owns the ledger"
         looked = opened().look()
     assert looked.last is not None
-    assert (looked.last.batch, looked.begun, looked.epoch, looked.earlier) == (2, None, 1, ())
+    assert (looked.last.batch, looked.started, looked.epoch, looked.earlier) == (2, None, 1, ())
     assert f"topic '{ledger_topic(rig.scope, None)}', partition 0, offset" in caplog.text
     for partition, records in forged(rig).items():
         forger.write(partition, *records)

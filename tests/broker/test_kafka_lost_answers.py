@@ -48,12 +48,12 @@ class Link:
     @property
     def sender(self) -> Sender:
         if isinstance(self.writer, TransactionalWriter):
-            taken = self.writer._begun()
+            sender = self.writer._begin()
         else:
             assert isinstance(self.writer, DirectWriter)
-            taken = self.writer._producer = self.writer._producer or warm.borrow(self.rig.sink.options, self.guarantee)
-        assert isinstance(taken, Sender)
-        return taken
+            sender = self.writer._producer = self.writer._producer or warm.borrow(self.rig.sink.options, self.guarantee)
+        assert isinstance(sender, Sender)
+        return sender
 
     def stored(self) -> int:
         low, high = self._consumer.get_watermark_offsets(TopicPartition(self.rig.topic, 0), timeout=30)

@@ -273,7 +273,7 @@ def test_p28_a_decision_that_was_aborted_does_not_return_with_the_next_one(
     died = Unknown("the driver died"), Again.NO
     with losing(in_decisions(rig)), monkeypatch.context() as patch:
         patch.setattr(LedgerProducer, "commit", lambda _: died)
-        patch.setattr("delivered.engine.decide._look", lambda *_: Unknown("the driver died"))
+        patch.setattr("delivered.engine.decide._fence_and_look", lambda *_: Unknown("the driver died"))
         with pytest.raises(DeliveredError, match="DECISION_UNKNOWN"):
             rig.commit(context, 1, messages)
     again = rig.context("second")

@@ -242,8 +242,8 @@ def test_p9_an_attempt_that_gives_up_with_a_request_unanswered_ends_its_epoch(ka
         proxy.add(Rule(api, NetworkFault.LOSE_REPLY, times=1000))
         writer = rig.sink.writer(rig.work(0), EXACT, SCHEMA)
         writer.stage(rows([bytes(900_000)] * 10))  # fills batches, and fewer than wait for answers
-        wait_for(lambda: writer._taken.producer._pump() or fired)
-        held = writer._taken.held
+        wait_for(lambda: writer._session.producer._pump() or fired)
+        held = writer._session.held
         writer.abort()
     finally:
         proxy.close()

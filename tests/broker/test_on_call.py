@@ -18,7 +18,7 @@ import delivered
 from delivered.cli.status import table
 from delivered.connectors.kafka.source import KafkaDriver
 from delivered.engine.context import open_shared_ledger
-from delivered.engine.owner import _at
+from delivered.engine.owner import _place
 from delivered.model.work import Owner
 from delivered.operate import asking, rules
 from delivered.operate.asking import status
@@ -60,7 +60,7 @@ def claimed(made: delivered.Pipeline) -> None:
     spec = made.spec
     sinks = spec.open()
     ledger = open_shared_ledger(sinks, spec.scope(sinks, "incarnation-1"))
-    ledger.claim(_at(Owner("owner"), psutil.Process()))
+    ledger.claim(_place(Owner("owner"), psutil.Process()))
     ledger.close()
 
 

@@ -20,7 +20,7 @@ from tests.support.decided import checkpoint, decide, pipeline
 
 from delivered.connectors.log.produce import append
 from delivered.contract.source import ReceiverReport
-from delivered.engine.owner import _at
+from delivered.engine.owner import _place
 from delivered.model.work import Owner
 from delivered.operate.asking import status
 from delivered.operate.metrics import CONSUMED, SENT, exporting
@@ -76,7 +76,7 @@ def attributes(operation: str, system: str, destination: str) -> dict[str, Any]:
 
 def test_a_collector_receives_them(tmp_path: Path) -> None:
     made = pipeline(tmp_path)
-    decide(made, 2, _at(Owner("owner"), psutil.Process()))
+    decide(made, 2, _place(Owner("owner"), psutil.Process()))
     checkpoint(made, 2)
     append(str(tmp_path / "in"), pa.table({"value": [b"b"] * 3}), idempotence=("test", 2))
     assert status(made).lag_total == 2

@@ -23,7 +23,7 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import Fenced, InvariantBroken, Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
-from delivered.model.work import Account, Begun, Decision, Failed, Ok, Outcome, Owner, Unknown
+from delivered.model.work import Account, Decision, Failed, Ok, Outcome, Owner, Started, Unknown
 from delivered_lab.brokers import pulsar as lab
 from delivered_lab.verify.services import wait_for
 
@@ -194,7 +194,7 @@ def test_an_unknown_outcome_is_settled(pulsar: Pulsar) -> None:
 
         topic.send = lost
         assert ledger.decide(decision(scope, batch)) == Ok(None)
-        assert ledger.begin(Begun(batch + 1, "{}", batch + 2)) == Ok(None)
+        assert ledger.begin(Started(batch + 1, "{}", batch + 2)) == Ok(None)
     assert kept(sink, scope) == [0, 1, 2]
     ledger.close()
 
@@ -212,7 +212,7 @@ def test_copies_of_the_state_bound_the_topic(pulsar: Pulsar, monkeypatch: pytest
         ledger.close()
     ledger = claimed(sink, scope, "a")
     for batch in range(40):
-        assert ledger.begin(Begun(batch, "{}", batch + 1)) == Ok(None)
+        assert ledger.begin(Started(batch, "{}", batch + 1)) == Ok(None)
         assert ledger.decide(decision(scope, batch)) == Ok(None)
     state = ledger.look()
     ledger.close()

@@ -165,12 +165,12 @@ def test_receivers_end_when_who_started_them_is_killed(rabbitmq: Rabbitmq, tmp_p
 
 
 def test_receivers_beside_a_pipeline_share_its_life(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
-    from delivered.pipeline.receive import receiving
+    from delivered.pipeline.receive import run_receivers
 
     queue = rabbitmq.queue()
     source = delivered.endpoint("rabbitmq", url=rabbitmq.url, queue=queue, log=str(tmp_path / "log"))
     before = set(psutil.Process().children(recursive=True))
-    with receiving(source, 1) as raise_failure:
+    with run_receivers(source, 1) as raise_failure:
         assert not [f for f in source.source().preflight() if f.refuses], "the log is there at once"
         rabbitmq.send(queue, numbered(100))
         deadline = time.monotonic() + 120

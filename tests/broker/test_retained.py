@@ -36,7 +36,7 @@ def select(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 @pytest.fixture(autouse=True)
 def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_others", cache(registry._others))
+    monkeypatch.setattr(registry, "_find_others", cache(registry._find_others))
 
 
 @pytest.mark.parametrize("how", sweep(METHODS, "sqlite-poll".__eq__))

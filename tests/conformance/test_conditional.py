@@ -58,10 +58,10 @@ def state(store: Store, name: str) -> dict[int, tuple[Any, ...]]:
     return {r[0]: r[1:] for r in found}
 
 
-def left_out(rig: Rig) -> dict[str, int]:
+def skipped(rig: Rig) -> dict[str, int]:
     committer = rig.sink.committer(rig.scope)
     try:
-        return dict(committer.left_out())
+        return dict(committer.skipped())
     finally:
         committer.close()
 
@@ -97,7 +97,7 @@ def test_the_first_row_of_a_key_stays(store: Store, kept: bool) -> None:
                 wanted[row[0]] = row[1:3]
         run(rig, batch, by_key(given))
         assert state(store, name) == wanted
-    assert left_out(rig) == {"conflict": len(refused)} and refused
+    assert skipped(rig) == {"conflict": len(refused)} and refused
     found = letters(store, rig)
     assert Counter((b, r["id"], r["version"]) for b, _, _, r in found) == (Counter(refused) if kept else Counter())
     assert {(s, r["id"] % 2) for _, s, _, r in found} <= {(0, 0), (1, 1)}
@@ -112,7 +112,7 @@ def test_a_row_is_written_only_if_the_expected_version_stands(store: Store) -> N
     assert state(store, name) == {1: (7, "b"), 2: (1, "new")}
     run(rig, 1, by_key([(1, 8, "no", None), (2, 2, "c", 1), (2, 3, "no", 1), (4, 1, "new", None), (4, 2, "d", 1)]))
     assert state(store, name) == {1: (7, "b"), 2: (2, "c"), 4: (2, "d")}
-    assert left_out(rig) == {"conflict": 4}
+    assert skipped(rig) == {"conflict": 4}
     found = [(b, r["id"], r["was"], reason) for b, _, reason, r in letters(store, rig)]
     assert sorted(found, key=lambda f: f[:2]) == [
         (0, 1, 6, "expected version = 6, found version = 7"),
@@ -137,7 +137,7 @@ def test_a_conflict_stops_the_query_with_key_expected_and_found(
     rig = Rig(store.sink(table=name, **options))
     with pytest.raises(DeliveredError, match=says):
         run(rig, 0, by_key([(2, 1, "good", None), row]))
-    assert state(store, name) == {1: (5, "before")} and left_out(rig) == {} and not letters(store, rig)
+    assert state(store, name) == {1: (5, "before")} and skipped(rig) == {} and not letters(store, rig)
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "upsert", "keyColumns": "id"}, INSERT, EXPECT | LETTERS])
@@ -152,7 +152,7 @@ def test_rows_that_break_a_constraint_are_dead_letters(store: Store, options: di
     bad = [(30, 1, "bad", None), (32, 7, "orphan", None), (34, 2, "good 4", None)]
     run(rig, 0, by_key([*good[:9], bad[0], *good[9:15], bad[1], *good[15:], bad[2]]))
     assert state(store, name) == {r[0]: r[1:3] for r in good}
-    assert left_out(rig) == {"constraint": 3}
+    assert skipped(rig) == {"constraint": 3}
     found = letters(store, rig)
     assert sorted(r["id"] for *_, r in found) == [30, 32, 34] and all(reason for _, _, reason, _ in found)
     run(rig, 1, by_key([(40, 1, "later", None)]))
@@ -172,11 +172,11 @@ def test_a_decided_batch_written_again_changes_nothing(store: Store) -> None:
     rig = Rig(store.sink(table=name, **INSERT, **LETTERS))
     given = by_key([(1, 1, "first", None), (1, 2, "second", None), (2, 1, "x", None)])
     run(rig, 0, given)
-    before = state(store, name), left_out(rig), letters(store, rig)
+    before = state(store, name), skipped(rig), letters(store, rig)
     assert before[1] == {"conflict": 1}
     run(rig, 0, given, rig.context("second"))
     run(rig, 0, given, rig.context("third"))
-    assert (state(store, name), left_out(rig), letters(store, rig)) == before
+    assert (state(store, name), skipped(rig), letters(store, rig)) == before
 
 
 def test_a_key_in_two_shards_is_refused(store: Store) -> None:
@@ -203,7 +203,7 @@ def test_a_key_that_another_writer_inserts_meanwhile_is_a_conflict(postgres: Any
         other.commit()
         ours.result(120)
     assert sorted(postgres.execute(f"SELECT id, text FROM {name}")) == [(1, "other"), (2, "ours")]
-    assert left_out(rig) == {"conflict": 1}
+    assert skipped(rig) == {"conflict": 1}
 
 
 def test_options_that_do_not_go_together_are_refused() -> None:

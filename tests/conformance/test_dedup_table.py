@@ -141,7 +141,7 @@ def test_a_batch_that_runs_again_does_not_take_its_own_keys_for_seen(once_: Once
     messages = once_.write(plan, records)
     assert commit_batch(once_.context, 0, plan.offsets, messages) is not None
     assert once_.there() == Counter("ab")
-    assert once_.rows("noted") == 0
+    assert once_.rows("admitted") == 0
 
 
 def test_keys_of_a_batch_that_was_not_decided_count_for_nothing(once_: Once) -> None:
@@ -198,7 +198,7 @@ def test_the_least_and_the_greatest_time_fit(once_: Once) -> None:
 def test_what_is_over_is_forgotten(once_: Once) -> None:
     for batch in range(12):
         once_.run(batch, [(f"{batch}-{i}", batch * 30 + i, "v") for i in range(10)])
-        assert once_.rows("noted") == 0
+        assert once_.rows("admitted") == 0
     assert 30 <= once_.rows("seen") <= 50, "of 120: those of the last 60 minutes, and of the batches that brought them"
 
 

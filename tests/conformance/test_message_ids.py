@@ -16,7 +16,7 @@ from tests.support import pulsar, rocketmq
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.work import Promise
-from delivered.pipeline.registry import find_sink, received
+from delivered.pipeline.registry import find_received, find_sink
 
 ROWS = 300
 COORDINATES = "topic,partition,offset"
@@ -63,7 +63,7 @@ def of_queue(system: str, server: Any, **ids: str) -> tuple[dict[str, str], Any]
     options = {"url": server.url, "queue": queue, **ids}
 
     def taken() -> Pairs:
-        receiver = received(system, {**options, "log": "/x"}).queue.receiver()
+        receiver = find_received(system, {**options, "log": "/x"}).queue.receiver()
         return [pair for batch in drained(receiver) for pair in zip(batch.values, map(str, batch.ids), strict=True)]
 
     return {"routingKey": queue, "url": server.url} if system == "rabbitmq" else options, taken

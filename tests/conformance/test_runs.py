@@ -117,8 +117,8 @@ def test_a_run_id_that_comes_again_with_other_rows_is_refused(rig: Rig) -> None:
 
 @pytest.mark.parametrize("guarantee", [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE])
 def test_weaker_guarantees_know_a_run_too(rig: Rig, guarantee: Guarantee) -> None:
-    begun = Run(rig, "begun", Guarantee.AT_MOST_ONCE)
-    begun.write(begun.plan(), rows_of(rig, 90))  # sent; then it is killed
+    started = Run(rig, "begun", Guarantee.AT_MOST_ONCE)
+    started.write(started.plan(), rows_of(rig, 90))  # sent; then it is killed
     for i in range(RUNS):
         Run(rig, f"r{i}", guarantee)(rows_of(rig, i))
     for i in (0, RUNS - 1):

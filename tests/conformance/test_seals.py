@@ -22,7 +22,7 @@ from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
 from delivered.model.step import Moment
-from delivered.model.work import Account, Begun, Decision, Failed, Ok, Outcome, Owner
+from delivered.model.work import Account, Decision, Failed, Ok, Outcome, Owner, Started
 
 STORES = [
     "memory-two-phase",
@@ -116,7 +116,7 @@ def test_no_claim_decision_or_archive_touches_seals(
         audit = open_ledger(sink, scope)
         owner = owner_of(sink, scope, f"d{number}")
         for batch in range(3):
-            assert owner.begin(Begun(batch, "{}", next(sequence))) == Ok(None)
+            assert owner.begin(Started(batch, "{}", next(sequence))) == Ok(None)
             wanted.append(text(SINK, len(wanted)))
             assert audit.add_seal(SINK, len(wanted) - 1, wanted[-1]) == Ok(None), "no claim fences an audit"
             assert owner.decide(decision(scope, batch, next(sequence))) == Ok(None), "between begin and decision"

@@ -285,7 +285,7 @@ def test_a_batch_begun_and_recorded_is_no_news_to_a_new_checkpoint(rig: Rig) -> 
     later = Rig(rig.sink, pipeline=rig.pipeline, incarnation="i1")
     state = later.context().ledger.claim(Owner("later"))
     assert [d.batch for d in state.earlier] == [0]
-    assert state.earlier_begun == ()
+    assert state.earlier_started == ()
 
 
 @EVERY_WRITER

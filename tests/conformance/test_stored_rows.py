@@ -206,7 +206,7 @@ def test_dropped_rows_become_dead_letters_as_broken_constraints_do(made: Made, d
     run(rig, 0, options, FOUR)
     assert state(store, name) == [r[:3] for r in FOUR[::2]]
     committer: Any = rig.sink.committer(rig.scope)
-    assert committer.left_out() == {"constraint": 2}
+    assert committer.skipped() == {"constraint": 2}
     kept = committer.dead_letters()
     committer.close()
     assert [trigger in letter.reason for letter in kept] == [True, True]

@@ -26,7 +26,7 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Fenced, Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
-from delivered.model.work import Account, Begun, Decision, Failed, Ok, Owner
+from delivered.model.work import Account, Decision, Failed, Ok, Owner, Started
 
 STORES = {
     "memory-two-phase": 60,
@@ -52,7 +52,7 @@ class Checkpoint:
     """One incarnation's records in the model."""
 
     last: Decision | None = None
-    begun: Begun | None = None
+    started: Started | None = None
 
 
 @dataclass
@@ -90,7 +90,7 @@ class StoreMachine(RuleBasedStateMachine):
         for ledger in itertools.chain(*self.ledgers):
             ledger.close()
 
-    @precondition(lambda self: self.mine.last is not None or self.mine.begun is not None)
+    @precondition(lambda self: self.mine.last is not None or self.mine.started is not None)
     @rule()
     def another_checkpoint(self) -> None:
         self.begin_checkpoint()
@@ -145,12 +145,12 @@ class StoreMachine(RuleBasedStateMachine):
             return
         batch = self.mine.last.batch + 1 + ahead if self.mine.last else ahead
         self.model.sequence += 1
-        begun = Begun(batch, f'{{"0":{batch}}}', self.model.sequence)
-        outcome = self.ledgers[d][p].begin(begun)
+        started = Started(batch, f'{{"0":{batch}}}', self.model.sequence)
+        outcome = self.ledgers[d][p].begin(started)
         if self.current(d, p):
             assert outcome == Ok(None)
-            if self.mine.begun != begun:
-                self.mine.begun = begun
+            if self.mine.started != started:
+                self.mine.started = started
         else:
             assert isinstance(outcome, Failed)
 
@@ -205,11 +205,11 @@ class StoreMachine(RuleBasedStateMachine):
         others = {i: c for i, c in self.model.checkpoints.items() if i != self.incarnation}
         assert (state.owner.id if state.owner else None) == self.model.owner
         assert state.last == self.mine.last
-        assert state.begun == self.mine.begun
+        assert state.started == self.mine.started
         decided = sorted((c.last for c in others.values() if c.last), key=lambda d: -d.sequence)
         assert list(state.earlier) == decided, "newest first"
-        begun = [(i, c.begun) for i, c in others.items() if c.begun and not c.last]
-        assert list(state.earlier_begun) == sorted(begun, key=lambda b: -b[1].sequence), "newest first"
+        started = [(i, c.started) for i, c in others.items() if c.started and not c.last]
+        assert list(state.earlier_started) == sorted(started, key=lambda b: -b[1].sequence), "newest first"
         assert state.followed == sum(1 for d in decided if self.mine.last and d.sequence > self.mine.last.sequence)
 
 
@@ -334,9 +334,9 @@ def test_p33_pipelines_in_one_place_do_not_touch_each_others_ledgers(
             assert state.last is None
         for at, ledger in enumerate(ledgers):
             of = scope(at, incarnation)
-            assert ledger.begin(Begun(0, of.pipeline, number + 1)) == Ok(None)
+            assert ledger.begin(Started(0, of.pipeline, number + 1)) == Ok(None)
             assert ledger.decide(decision(of, 0, number + 1)) == Ok(None), "another pipeline's claim fences nothing"
-            assert ledger.look().begun == Begun(0, of.pipeline)
+            assert ledger.look().started == Started(0, of.pipeline)
             assert ledger.look().last == decision(of, 0, number + 1)
             assert [d.scope for d in ledger.history()] == [of]
         for ledger in ledgers:

@@ -20,7 +20,7 @@ from delivered.ledger import state_of
 from delivered.model.capability import Commit, Guarantee
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
-from delivered.model.work import Account, Begun, Decision, LedgerState, Tolerance
+from delivered.model.work import Account, Decision, LedgerState, Started, Tolerance
 
 EXACTLY = Guarantee.EXACTLY_ONCE
 HOUR_S = 3600
@@ -140,9 +140,9 @@ def test_p30_no_clock_orders_decisions(kind: str, commit: Commit, expires: bool,
 
 @pytest.mark.parametrize("expires", [True, False])
 def test_p30_order_by_time_is_found(expires: bool, off: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_time(scope: Scope, owner: Any, epoch: int, decisions: Any, begun: Any, archived: Any) -> LedgerState:
+    def by_time(scope: Scope, owner: Any, epoch: int, decisions: Any, started: Any, archived: Any) -> LedgerState:
         aged = [replace(d, sequence=d.decided_at_ms) for d in decisions]
-        found = state_of(scope, owner, epoch, aged, begun, archived)
+        found = state_of(scope, owner, epoch, aged, started, archived)
         known = {d.scope.incarnation: d for d in decisions}
         own = {} if found.last is None else {"last": known[scope.incarnation]}
         return replace(found, earlier=tuple(known[d.scope.incarnation] for d in found.earlier), **own)
@@ -171,10 +171,10 @@ def test_records_of_an_earlier_release_precede_those_with_a_sequence_in_the_stor
         decided("own", 7, 0),
         decided("newer", 2, 2),
     ]
-    begun = {"z": Begun(0, "{}", 2), "y": Begun(0, "{}"), "x": Begun(0, "{}", 1)}
-    state = state_of(Scope("p", "s", "own"), None, 0, stored, begun, lambda _: None)
+    started = {"z": Started(0, "{}", 2), "y": Started(0, "{}"), "x": Started(0, "{}", 1)}
+    state = state_of(Scope("p", "s", "own"), None, 0, stored, started, lambda _: None)
     assert [d.scope.incarnation for d in state.oldest_first] == ["a", "b", "own", "new", "newer"]
     assert [d.scope.incarnation for d in state.earlier] == ["newer", "new", "b", "a"]
-    assert [i for i, _ in state.earlier_begun] == ["z", "x", "y"]
+    assert [i for i, _ in state.earlier_started] == ["z", "x", "y"]
     assert (state.followed, state.next_sequence) == (2, 3)
     assert LedgerState().next_sequence == 1

@@ -89,8 +89,8 @@ def test_a_letter_says_who_why_and_where_from() -> None:
     assert {(t["sink"], t["reason"]) for t in told} == {("first", "value longer than 5 bytes")}
     rows = pa.record_batch({"partition": [3, 3], "offset": [7, 8], "value": ["a", "b"]})
     reasons = pa.array([None, "no"])
-    rejected = shard.validated(Refusing(reasons), Rows(rows.select(["value"]), (), rows)).rejected
-    (letter,) = shard.dead_letters(Scope("p", "s", "i"), rejected, 5, 1, 10).to_pylist()
+    rejected = shard.validate(Refusing(reasons), Rows(rows.select(["value"]), (), rows)).rejected
+    (letter,) = shard.build_dead_letters(Scope("p", "s", "i"), rejected, 5, 1, 10).to_pylist()
     assert (letter["pipeline"], letter["sink"], letter["incarnation"]) == ("p", "s", "i")
     assert (letter["partition"], letter["offset"], letter["topic"], letter["row"]) == (3, 8, None, 11)
     assert json.loads(letter["record"]) == {"value": "b"}
@@ -101,7 +101,7 @@ def test_a_column_that_only_a_sink_calls_offset_is_no_position() -> None:
     sink: Any = Refusing(pa.array([None, "no"]))
     for columns, topic in ((rows.select(["amount", "large"]), None), (rows, "t")):
         member = Member("s", sink, Columns((("offset", "amount"),), "large"))
-        (rejected,) = shard.validated(sink, member.routed(Rows(columns))).rejected
+        (rejected,) = shard.validate(sink, member.routed(Rows(columns))).rejected
         assert (rejected.record, rejected.topic, rejected.offset) == ({"offset": 8}, topic, None)
 
 
@@ -110,8 +110,8 @@ def test_times_beyond_python_s_are_kept_as_numbers() -> None:
     late = pa.array([0, 10**18], pa.timestamp("us", "UTC"))
     rows = pa.record_batch({"at": late, "day": pa.array([1, 10**7], pa.date32()), "text": ["a", "b"]})
     reasons = pa.array([None, "outside the years 1 to 9999"])
-    rejected = shard.validated(Refusing(reasons), Rows(rows)).rejected
-    (letter,) = shard.dead_letters(Scope("p", "s", "i"), rejected, 0, 0, 0).to_pylist()
+    rejected = shard.validate(Refusing(reasons), Rows(rows)).rejected
+    (letter,) = shard.build_dead_letters(Scope("p", "s", "i"), rejected, 0, 0, 0).to_pylist()
     assert json.loads(letter["record"]) == {"at": 10**18, "day": 10**7, "text": "b"}
     assert from_json_texts([letter["record"]], rows.schema).equals(rows.slice(1))
 
@@ -132,17 +132,17 @@ def test_dropped_rows_are_counted_as_given_up() -> None:
 
 
 def dead_letters_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shard, "dead_letters", lambda *_: pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS))
+    patch.setattr(shard, "build_dead_letters", lambda *_: pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS))
 
 
 def dead_letters_not_looked_for_when_alone(patch: pytest.MonkeyPatch) -> None:
-    honest = shard._lines
-    patch.setattr(shard, "_lines", lambda s, p, n: [x for x in honest(s, p, n) if x.wanted])
+    honest = shard._build_shares
+    patch.setattr(shard, "_build_shares", lambda s, p, n: [x for x in honest(s, p, n) if x.wanted])
 
 
 def bad_rows_written_too(patch: pytest.MonkeyPatch) -> None:
-    honest = shard.validated
-    patch.setattr(shard, "validated", lambda sink, rows: replace(honest(sink, rows), good=rows.good))
+    honest = shard.validate
+    patch.setattr(shard, "validate", lambda sink, rows: replace(honest(sink, rows), good=rows.good))
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class TransformSim(LetterSim):
 
     def _read(self, piece: object) -> Iterator[Rows]:
         for rows in super()._read(piece):
-            yield from transform.isolated(self.transform, rows, ROWS)
+            yield from transform.run_isolated(self.transform, rows, ROWS)
 
     def transform(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         for value in rows.column("value").to_pylist():
@@ -137,16 +137,16 @@ def test_what_a_letter_says() -> None:
 
 
 def failing_rows_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transform, "_rejections", lambda rows, bad: [])
+    patch.setattr(transform, "_build_rejections", lambda rows, bad: [])
 
 
 def halves_of_a_failing_batch_forgotten(patch: pytest.MonkeyPatch) -> None:
-    honest = transform._conformed
+    honest = transform._conform
 
     def second_half_lost(part: pa.RecordBatch, made: pa.Schema) -> pa.RecordBatch:
         return honest(part.slice(0, 1), made)
 
-    patch.setattr(transform, "_conformed", second_half_lost)
+    patch.setattr(transform, "_conform", second_half_lost)
 
 
 @pytest.mark.parametrize(

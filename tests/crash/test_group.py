@@ -232,12 +232,12 @@ def second_sink_not_aborted(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_sink_written_again(patch: pytest.MonkeyPatch) -> None:
-    honest = shard._lines
+    honest = shard._build_shares
 
     def all_lines(sink: Any, plan: Any, number: int) -> Any:
         return honest(sink, replace(plan, rewrite={}), number)
 
-    patch.setattr(shard, "_lines", all_lines)
+    patch.setattr(shard, "_build_shares", all_lines)
 
 
 def moved_again(patch: pytest.MonkeyPatch) -> None:
@@ -249,9 +249,9 @@ def all_seen_as_own(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_sink_alone_gives_up(patch: pytest.MonkeyPatch) -> None:
-    honest = shard._lines
+    honest = shard._build_shares
     patch.setattr(
-        shard, "_lines", lambda s, p, n: honest(s, p, n)[:1] if p.action is Action.GIVE_UP else honest(s, p, n)
+        shard, "_build_shares", lambda s, p, n: honest(s, p, n)[:1] if p.action is Action.GIVE_UP else honest(s, p, n)
     )
 
 

@@ -92,7 +92,7 @@ def retry_decide(patch: pytest.MonkeyPatch) -> None:
         context.ledger._store._deciding._room.decisions.append(text)
         return Ok(None)
 
-    patch.setattr(decide, "_look", again)
+    patch.setattr(decide, "_fence_and_look", again)
 
 
 def standing_decision_decided_again(patch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def skip_new_batches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         BatchPlan, "action_for", lambda self, s: Action.SKIP if self.batch == 1 and s == 0 else honest(self, s)
     )
-    patch.setattr(decide, "complete", lambda context, batch, said: None)
+    patch.setattr(decide, "check_complete", lambda context, batch, said: None)
 
 
 def never_give_up(patch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "_check_claim", lambda self, claim, head: None)
     patch.setattr(Ledger, "claim", lambda self, owner, batch=None: self.look())
     patch.setattr(Ledger, "resume", lambda self, owner_id, since=None: self.look())
-    patch.setattr(decide, "_same_claim", lambda *args: None)
+    patch.setattr(decide, "_check_claim", lambda *args: None)
 
 
 def every_attempt_may_send(patch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def every_attempt_may_send(patch: pytest.MonkeyPatch) -> None:
 def epoch_of_plan_ignored(patch: pytest.MonkeyPatch) -> None:
     """Without the other guard: of two plans of one session, only the later one's tasks are granted to send."""
     every_attempt_may_send(patch)
-    patch.setattr(decide, "_same_claim", lambda *args: None)
+    patch.setattr(decide, "_check_claim", lambda *args: None)
     honest = recover.plan_batch
     patch.setattr(
         "delivered.engine.runner.plan_batch", lambda context, view, first, **rest: honest(context, view, first=first)
@@ -178,19 +178,19 @@ def epoch_of_plan_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def unknown_is_ok(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decide, "_look", lambda context, decision, unknown: Ok(None))
+    patch.setattr(decide, "_fence_and_look", lambda context, decision, unknown: Ok(None))
 
 
 def unknown_is_failed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decide, "_look", lambda context, decision, unknown: Failed(unknown.reason))
+    patch.setattr(decide, "_fence_and_look", lambda context, decision, unknown: Failed(unknown.reason))
     patch.setattr(decide, "OUTAGE_PATIENCE_S", -1.0)  # deciding again would find it written
 
 
 def finish_by_the_pipelines_guarantee(patch: pytest.MonkeyPatch) -> None:
-    honest = recover._finish
+    honest = recover._finish_decided
     patch.setattr(
         recover,
-        "_finish",
+        "_finish_decided",
         lambda context, d, *more, **named: honest(context, replace(d, guarantee=context.guarantee), *more, **named),
     )
 
@@ -228,18 +228,18 @@ def rows_seen_twice() -> Iterator[list[str]]:
 
 MUTANTS: dict[str, tuple[Patch, Runs]] = {
     "orphans not aborted": (swap(recover, "abort_orphans", lambda context, *keep: None), crashes(EXACTLY, "tree")),
-    "failed attempts left open": (swap(decide, "_tidy", lambda *args: None), crashes(EXACTLY, "kill")),
+    "failed attempts left open": (swap(decide, "_abort_leftovers", lambda *args: None), crashes(EXACTLY, "kill")),
     "attempts of a stage that reran left open": (
-        swap(decide, "ran_again", lambda shards: any(m.attempt for m in shards)),
+        swap(decide, "may_have_rerun", lambda shards: any(m.attempt for m in shards)),
         stage_reran_in_part,
     ),
     "offsets not compared": (
-        swap(rules, "_same_offsets", lambda *args: None),
+        swap(rules, "_check_offsets", lambda *args: None),
         history(old_checkpoint, refused="LEDGER_AHEAD"),
     ),
     "key without incarnation": (incarnation_left_out, history(other_checkpoint, refused="CHECKPOINT_NEW")),
     "apply before decide": (apply_before_decide, crashes(EXACTLY, "tree")),
-    "no apply at recovery": (swap(recover, "_finish", lambda *args, **named: {}), crashes(EXACTLY, "tree")),
+    "no apply at recovery": (swap(recover, "_finish_decided", lambda *args, **named: {}), crashes(EXACTLY, "tree")),
     "no apply after the decision": (swap(decide, "_apply", lambda *args: None), crashes(EXACTLY, "tree")),
     "nobody is fenced": (no_fence, crashes(EXACTLY, "zombie")),
     "plans of an older claim pass": (epoch_of_plan_ignored, crashes(MOST, "zombie")),
@@ -256,7 +256,7 @@ MUTANTS: dict[str, tuple[Patch, Runs]] = {
         crashes(EXACTLY, "tree"),
     ),
     "replay not compared": (
-        swap(decide, "_missing", lambda *args: {}),
+        swap(decide, "_find_missing", lambda *args: {}),
         history(differing_replay, refused="REPLAY_DIFFERS"),
     ),
     "finished under the pipeline's guarantee": (finish_by_the_pipelines_guarantee, history(changed_guarantee)),

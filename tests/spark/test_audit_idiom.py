@@ -49,7 +49,7 @@ def test_the_idiom_then_a_pipeline_on_its_checkpoint(spark: SparkSession, kafka:
         produce(kafka.bootstrap, source, first, 150)
         query.processAllAvailable()
     query.stop()
-    began = sidecar.kept_first(checkpoint)
+    began = sidecar.read_first(checkpoint)
     assert began is not None
     assert sum(began[source].values()) == 20
 
@@ -100,4 +100,4 @@ def test_the_idiom_then_a_pipeline_on_its_checkpoint(spark: SparkSession, kafka:
     query = pipeline.start(spark)
     query.processAllAvailable()
     assert pipeline.stop(query)
-    assert sidecar.kept_first(checkpoint) is None
+    assert sidecar.read_first(checkpoint) is None

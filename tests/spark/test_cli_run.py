@@ -113,7 +113,7 @@ def test_rows_that_lost_are_counted(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
     assert "records/s" not in err, "quiet without a terminal"
-    assert "stock: 1 batch, 10 records, 3 not taken by a table (3 conflict) in" in out
+    assert "stock: 1 batch, 10 records, 3 not accepted by a table (3 conflict) in" in out
     with sqlite3.connect(tmp_path / "out.db") as connection:
         assert connection.execute("SELECT count(*) FROM stock").fetchone() == (7,)
     append(str(tmp_path / "in"), pa.table({"key": [b"5"], "value": [b"4"]}))

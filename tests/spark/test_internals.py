@@ -23,7 +23,7 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql.datasource import DataSource, DataSourceStreamWriter, WriterCommitMessage
 
 import delivered
-from delivered.checkpoint.folder import logged, read_view
+from delivered.checkpoint.folder import read_logged, read_view
 from delivered.connectors.log import append
 from delivered.model.errors import UsageError
 from delivered.model.translate import translated
@@ -478,7 +478,7 @@ def checkpoint_files(_: SparkSession, seen: Seen) -> None:
     view = read_view(str(seen.checkpoint))
     assert (view.incarnation, view.batch, view.logged) == (str(seen.query.id), 0, 0)
     assert json.loads(view.offsets)
-    assert logged(str(seen.checkpoint)) == (str(seen.query.id), 0)
+    assert read_logged(str(seen.checkpoint)) == (str(seen.query.id), 0)
     headers = [(seen.checkpoint / kind / "0").read_text().splitlines()[0] for kind in ("offsets", "commits")]
     assert headers == ["v1", "v1"]
 

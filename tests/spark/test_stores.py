@@ -16,7 +16,7 @@ from tests.support.hadoop import Hdfs, s3a_jars, s3a_settings
 from tests.support.halted import killed
 
 import delivered
-from delivered.checkpoint.folder import logged, open_folder, read
+from delivered.checkpoint.folder import open_folder, read, read_logged
 
 RECORDS, AT_ONCE = 3_000, 600
 CRASHES = "commit.decide:before@batch=1,commit.apply:before@batch=2,log:before@batch=3"
@@ -74,7 +74,7 @@ def test_a_checkpoint_in_s3_with_sparks_settings(s3: dict[str, str], tmp_path: P
     for name in [n for n in os.environ if n.startswith("AWS_")]:
         monkeypatch.delenv(name)
     status = delivered.Pipeline.from_file(file).status()  # without Spark
-    assert status.problems == () and logged(checkpoint)[1] == RECORDS // AT_ONCE - 1, status
+    assert status.problems == () and read_logged(checkpoint)[1] == RECORDS // AT_ONCE - 1, status
 
 
 @pytest.mark.matrix
@@ -103,7 +103,7 @@ def test_a_checkpoint_in_hdfs(tmp_path: Path) -> None:
         _run(file, _without_logins())
         _written_once(tmp_path)
         status = delivered.Pipeline.from_file(file).status()
-        assert status.problems == () and logged(checkpoint)[1] == RECORDS // AT_ONCE - 1, status
+        assert status.problems == () and read_logged(checkpoint)[1] == RECORDS // AT_ONCE - 1, status
         filesystem, path = open_folder(checkpoint)
         assert filesystem.get_file_info(f"{path}/metadata").is_file and read(checkpoint, "offsets/0")
 
@@ -119,5 +119,5 @@ def test_a_path_without_a_scheme_is_on_the_default_file_system(tmp_path: Path) -
         produce(tmp_path / "in", 0, RECORDS)
         _run(file, _without_logins())
         _written_once(tmp_path)
-        assert logged(f"{hdfs.url}/checkpoints/orders")[1] == RECORDS // AT_ONCE - 1
+        assert read_logged(f"{hdfs.url}/checkpoints/orders")[1] == RECORDS // AT_ONCE - 1
         assert not Path("/checkpoints").exists()

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.checkpoint import sidecar
-from delivered.engine.keys import AT, HELPER_TYPES, KEY, TIE, TIME, without_seen
+from delivered.engine.keys import AT, HELPER_TYPES, KEY, TIE, TIME, drop_seen
 from delivered.model.dedup import Dedup
 from delivered.model.identity import Scope
 
@@ -51,4 +51,4 @@ def once(
 ) -> Iterator[pa.RecordBatch]:
     """What a task passes on, as in Spark: the task opens the key memory."""
     with closing(sink.key_memory(scope)) as memory:
-        yield from without_seen(memory, batch, within_us, iter(rows))
+        yield from drop_seen(memory, batch, within_us, iter(rows))

@@ -67,7 +67,7 @@ TO_POSTGRES = SinkFacts(
         send="COPY, a transaction per shard",
         batch_atomic=False,
         validates=True,
-        assumes=("the database is backed up and restored as a whole",),
+        assumes=("the database is backed up and restored as one",),
     ),
 )
 TO_HTTP = SinkFacts(

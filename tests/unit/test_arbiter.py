@@ -49,7 +49,7 @@ def owner(jvm: subprocess.Popen[bytes]) -> Owner:
 
 
 def _plan(owner: Owner, scope: Scope = SCOPE) -> BatchPlan:
-    arbiter = driver_side.registered(scope, owner, LOCAL)
+    arbiter = driver_side.register_plan(scope, owner, LOCAL)
     return BatchPlan(scope, owner.id, Guarantee.AT_MOST_ONCE, 0, "{}", Action.WRITE, arbiter=arbiter)
 
 
@@ -125,7 +125,7 @@ def test_an_arbiter_that_does_not_answer_is_an_error(owner: Owner, monkeypatch: 
 
 
 def test_one_process_per_driver_which_ends_with_it(owner: Owner, jvm: subprocess.Popen[bytes]) -> None:
-    file = driver_side._file(owner)
+    file = driver_side._file_of(owner)
     first, second = _plan(owner).arbiter, _plan(owner).arbiter
     assert first is not None
     assert second is not None
@@ -145,7 +145,7 @@ def _until_missing(file: Path) -> None:
 def test_a_dead_arbiter_is_replaced_for_the_next_plan(owner: Owner) -> None:
     first = _plan(owner)
     assert first.arbiter is not None
-    process = psutil.Process(json.loads(driver_side._file(owner).read_text())["pid"])
+    process = psutil.Process(json.loads(driver_side._file_of(owner).read_text())["pid"])
     process.kill()
     process.wait()
     second = _plan(owner)

@@ -24,7 +24,7 @@ def at(folder: Path) -> ArchiveFiles:
 
 
 def test_an_entry_comes_back_as_it_went_in() -> None:
-    for made in (entry(7), entry(7, given_up=2), Archived.begun("run-7")):
+    for made in (entry(7), entry(7, given_up=2), Archived.started("run-7")):
         assert Archived.decode(made.encode()) == made
         assert len(made.encode()) == ENTRY_BYTES == 25
 
@@ -38,8 +38,8 @@ def test_an_entry_knows_its_rows() -> None:
 
 
 def test_a_decision_counts_more_than_a_batch_that_was_begun() -> None:
-    begun = Archived.begun("run-1")
-    for order in ([begun, entry(1)], [entry(1), begun]):
+    started = Archived.started("run-1")
+    for order in ([started, entry(1)], [entry(1), started]):
         archive = Archive().with_more(order)
         assert archive.find("run-1") == entry(1)
     assert len(Archive().with_more([entry(1)]).with_more([entry(1), entry(2)])) == 2

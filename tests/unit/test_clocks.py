@@ -13,7 +13,7 @@ import pytest
 
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.engine.context import open_ledger
-from delivered.engine.owner import is_start_of, new_owner, running, started_ms
+from delivered.engine.owner import is_running, is_start_of, new_owner, started_ms
 from delivered.model.identity import Scope
 from delivered.model.work import Owner
 
@@ -24,7 +24,7 @@ def test_p30_a_process_is_known_after_the_clock_was_set(jump_s: int, monkeypatch
     owner, boot = new_owner(psutil.Process()), psutil.boot_time()
     monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot + jump_s)
     assert psutil.Process().create_time() == pytest.approx(boot + jump_s + owner.started_ms / 1000, abs=1)
-    assert running(owner)
+    assert is_running(owner)
     own = psutil.Process(os.getpid())
     assert not is_start_of(own, owner.started_ms + 60_000), "another process of the same number"
 

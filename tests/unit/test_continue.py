@@ -28,7 +28,7 @@ from delivered.pipeline import registry
 @pytest.fixture(autouse=True)
 def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connectors of installed packages: looking for them takes longer than an audit of 20 rows."""
-    monkeypatch.setattr(registry, "_others", cache(registry._others))
+    monkeypatch.setattr(registry, "_find_others", cache(registry._find_others))
 
 
 @pytest.fixture

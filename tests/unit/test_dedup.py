@@ -97,13 +97,13 @@ def test_the_plan_says_what_is_forgotten_and_is_refused_where_nobody_knows() -> 
 def test_what_a_checkpoint_began_with(tmp_path: Path) -> None:
     place = str(tmp_path)
     other = delivered.dedup("key", within="2 hours")
-    assert dedup_kept.changed_dedup(place, None) is None
-    assert dedup_kept.changed_dedup(place, HOUR) == "no dedup"
+    assert dedup_kept.find_changed_dedup(place, None) is None
+    assert dedup_kept.find_changed_dedup(place, HOUR) == "no dedup"
     dedup_kept.keep_dedup(place, HOUR, fresh=True)
     known = delivered.dedup("key", within="60 minutes", late="drop")
-    assert dedup_kept.changed_dedup(place, known) is None, "what is said of late records changes no state"
-    assert dedup_kept.changed_dedup(place, other) == "dedup by key within 1 hour of timestamp"
-    assert dedup_kept.changed_dedup(place, None) is not None
+    assert dedup_kept.find_changed_dedup(place, known) is None, "what is said of late records changes no state"
+    assert dedup_kept.find_changed_dedup(place, other) == "dedup by key within 1 hour of timestamp"
+    assert dedup_kept.find_changed_dedup(place, None) is not None
     with pytest.raises(Refused, match="DEDUP_CHANGED"):
         dedup_kept.keep_dedup(place, other, fresh=False)
     # Left behind by a start that failed before its query ran.
@@ -148,7 +148,7 @@ def test_a_table_is_told_from_state_and_from_a_table_elsewhere(tmp_path: Path) -
     table = delivered.dedup("key", within="1 hour", memory="table")
     dedup_kept.keep_dedup(str(tmp_path), table, fresh=True, sink="orders")
     assert kept_dedup(str(tmp_path)) == table
-    assert dedup_kept.changed_dedup(str(tmp_path), table, "orders") is None
-    assert "sink 'orders'" in str(dedup_kept.changed_dedup(str(tmp_path), table, "copies"))
-    assert dedup_kept.changed_dedup(str(tmp_path), HOUR, "orders") is not None
-    assert dedup_kept.changed_dedup(str(tmp_path), None, "orders") is not None
+    assert dedup_kept.find_changed_dedup(str(tmp_path), table, "orders") is None
+    assert "sink 'orders'" in str(dedup_kept.find_changed_dedup(str(tmp_path), table, "copies"))
+    assert dedup_kept.find_changed_dedup(str(tmp_path), HOUR, "orders") is not None
+    assert dedup_kept.find_changed_dedup(str(tmp_path), None, "orders") is not None

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import delivered
 from delivered.cli.main import app
-from delivered.engine.owner import _at
+from delivered.engine.owner import _place
 from delivered.model.work import Owner
 
 ROOT = Path(__file__).parents[2]
@@ -215,7 +215,7 @@ def test_the_probe_asks_the_ledger(tmp_path: Path) -> None:
     (tmp_path / "orders.yaml").write_text(text)
     made = pipeline(tmp_path)
     assert check(tmp_path) == (1, "orders: no driver has claimed the ledger yet\n")
-    decide(made, 1, _at(Owner("owner"), psutil.Process()))
+    decide(made, 1, _place(Owner("owner"), psutil.Process()))
     checkpoint(made, 1)
     assert check(tmp_path) == (0, "")
     Path(made.sinks[0].options["path"]).write_bytes(b"not a database, and not an empty file" * 40)

@@ -14,8 +14,7 @@ from delivered.cli.command import spoken
 from delivered.cli.main import app
 from delivered.contract.source import Finding
 from delivered.model.capability import Commit, Guarantee, SinkCapability, SourceCapability
-from delivered.model.catalogue import conditions
-from delivered.model.errors import Refused, Unreachable, UsageError
+from delivered.model.errors import Refused, Unreachable, UsageError, conditions
 from delivered.model.options import in_file_words, shown, starting_at
 from delivered.model.translate import translated
 from delivered.planner import CheckpointFacts, Refusal, Request, SinkFacts, SourceFacts, make_plan, to_text

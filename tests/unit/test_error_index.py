@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 
 from delivered.cli.main import app
 from delivered.contract.source import Finding
-from delivered.model import catalogue, errors
-from delivered.model.catalogue import PREFIX, conditions, entries
-from delivered.model.errors import DeliveredError, InvariantBroken, Refused
+from delivered.model import errors
+from delivered.model.errors import PREFIX, DeliveredError, InvariantBroken, Refused, conditions, entries
 from delivered.model.options import Unfit
 
 _NOT_CODES = frozenset({"DELIVERED_X", "DELIVERED_PURE", "DELIVERED_VERIFY_TABLE"})
@@ -186,7 +185,7 @@ def test_values_fit_the_texts() -> None:
         unknown = [code for code in site.codes if code not in conditions()]
         needed = {name for code in site.codes if code not in unknown for name in _placeholders(code)}
         if unknown:
-            wrong.append(f"{site.where}: {unknown[0]} is not in {catalogue.FILE}")
+            wrong.append(f"{site.where}: {unknown[0]} is not in {errors.CATALOGUE}")
         elif site.codes and needed != site.values:
             wrong.append(f"{site.where}: {site.codes[0]} needs {sorted(needed)}, and gets {sorted(site.values)}")
     assert not wrong
@@ -210,7 +209,7 @@ def test_codes_are_of_the_class_that_raises_them() -> None:
 def test_texts_are_in_the_catalogue() -> None:
     """A call passes on the text of another error, or none."""
     own = [s for s in _sites() if s.text is not None and not isinstance(s.text, ast.Attribute)]
-    assert [s.where for s in own if s.module not in _PASSES_ON] == [], f"write the text into {catalogue.FILE}"
+    assert [s.where for s in own if s.module not in _PASSES_ON] == [], f"write the text into {errors.CATALOGUE}"
 
 
 def test_every_text_is_used() -> None:
@@ -230,7 +229,7 @@ def test_texts_have_plain_placeholders_and_a_next_step() -> None:
 
 
 def test_the_file_is_in_order() -> None:
-    file = Path(catalogue.__file__).with_name(catalogue.FILE)
+    file = Path(errors.__file__).with_name(errors.CATALOGUE)
     ordered = dict(sorted(entries().items()))
     for entry in ordered.values():
         if "conditions" in entry:
@@ -240,12 +239,12 @@ def test_the_file_is_in_order() -> None:
 
 
 def test_a_text_takes_values_and_never_fails() -> None:
-    assert catalogue.texts("ADOPT_RUNNING.GROUP", {"group": "g{x}", "members": 2}) == (
+    assert errors.texts("ADOPT_RUNNING.GROUP", {"group": "g{x}", "members": 2}) == (
         "The consumer group 'g{x}' has 2 members: the old job is still reading.",
         "stop it, wait until the group is empty (kafka-consumer-groups --describe), then repeat",
     )
-    assert "'group': 'g'" in catalogue.texts("ADOPT_RUNNING.GROUP", {"group": "g"})[0]
-    assert "KeyError" in catalogue.texts("NO_SUCH_CODE", {})[0]
+    assert "'group': 'g'" in errors.texts("ADOPT_RUNNING.GROUP", {"group": "g"})[0]
+    assert "KeyError" in errors.texts("NO_SUCH_CODE", {})[0]
 
 
 def test_an_error_keeps_its_condition_and_texts() -> None:

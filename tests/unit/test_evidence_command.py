@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import delivered
 from delivered.audit.evidence import Verdict
 from delivered.cli.main import app
-from delivered.engine.owner import _at
+from delivered.engine.owner import _place
 from delivered.model.identity import Scope
 from delivered.model.work import Owner
 
@@ -47,7 +47,7 @@ def seal(made: delivered.Pipeline, count: int, first: int = 0) -> None:
 def made(tmp_path: Path) -> delivered.Pipeline:
     """Its driver, this process, is alive."""
     made = pipeline(tmp_path)
-    decide(made, 3, _at(Owner("owner"), psutil.Process()))
+    decide(made, 3, _place(Owner("owner"), psutil.Process()))
     checkpoint(made, 3)
     (tmp_path / "orders.yaml").write_text(YAML.format(folder=tmp_path))
     return made

@@ -23,7 +23,7 @@ from delivered.model.errors import Fenced, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.step import install
-from delivered.model.work import Account, Begun, Decision, Failed, Ok, Owner, Prepared
+from delivered.model.work import Account, Decision, Failed, Ok, Owner, Prepared, Started
 
 EXACT = Guarantee.EXACTLY_ONCE
 SCOPE = Scope("orders", "t", "i0")
@@ -166,13 +166,13 @@ def test_what_is_under_way_behind_a_later_claim_fails(tmp_path: Path, what: str)
     looks = iter([lambda: seen])
     files._head = lambda: next(looks, look)()  # type: ignore[method-assign]
     if what == "begin":
-        outcome = mine.begin(Begun(0, "{}"))
+        outcome = mine.begin(Started(0, "{}"))
     else:
         outcome = mine.decide(decision(0, *([prepared] if what == "decide" else [])))
     assert isinstance(outcome, Failed)
     assert "FENCED" in outcome.reason
     state = open_ledger(sink, SCOPE).look()
-    assert (state.last, state.begun) == (None, None)
+    assert (state.last, state.started) == (None, None)
     assert read_back(sink) == Fingerprint()
 
 

@@ -31,13 +31,13 @@ from delivered.model.work import (
     LOG_FORMAT,
     LOG_PROPERTY,
     RECORD_FORMAT,
-    Begun,
     Decision,
     Handle,
     Ok,
     Owner,
     Prepared,
     Promise,
+    Started,
 )
 from delivered.pipeline.registry import connector
 
@@ -77,15 +77,15 @@ READERS: dict[str, Callable[[str, Path], Any]] = {
     "owner": lambda text, _: Owner.from_json(text),
     "owner_kafka": lambda text, _: Owner.from_json(text),
     "owner_iceberg": lambda text, _: Owner.from_json(text),
-    "begun": lambda text, _: Begun.from_json(text),
+    "begun": lambda text, _: Started.from_json(text),
     "marker": lambda text, _: read_marker(text.encode()),
-    "first_offsets": sidecar_file(sidecar.FIRST_FILE, sidecar.kept_first),
+    "first_offsets": sidecar_file(sidecar.FIRST_FILE, sidecar.read_first),
     "offset_metadata": sidecar_file(sidecar.METADATA_FILE, metadata),
-    "deciding_sink": sidecar_file(sidecar.DECIDER_FILE, sidecar.decider),
+    "deciding_sink": sidecar_file(sidecar.DECIDER_FILE, sidecar.read_decider),
     "dedup": sidecar_file(
-        sidecar.DEDUP_FILE, lambda location: (kept_dedup(location), sidecar.changed_dedup(location, None))
+        sidecar.DEDUP_FILE, lambda location: (kept_dedup(location), sidecar.find_changed_dedup(location, None))
     ),
-    "removed_sources": sidecar_file(sidecar.REMOVED_FILE, sidecar.removed),
+    "removed_sources": sidecar_file(sidecar.REMOVED_FILE, sidecar.read_removed),
     "log_progress": progress,
 }
 
@@ -116,7 +116,7 @@ def test_stored_record_is_read(records: str, kind: str, tmp_path: Path) -> None:
         case "owner_iceberg":
             assert found == (owner, {"epoch": 9})
         case "begun":
-            assert found == Begun(42, '{"orders":{"0":4200}}')
+            assert found == Started(42, '{"orders":{"0":4200}}')
             assert found.sequence == (7 if records == "format_2" else 0)
         case "marker":
             assert found == ("5f0c7f9e-3a63-4f0e-9a53-0d1f0a7a6d11", 41, Fingerprint(10, 11, 12))
@@ -227,9 +227,9 @@ def test_what_was_given_up_keeps_its_reasons() -> None:
 
 
 def test_written_records_are_read_again() -> None:
-    owner, begun = Owner("a", "b", 1, 2, ("c",)), Begun(1, "{}")
+    owner, started = Owner("a", "b", 1, 2, ("c",)), Started(1, "{}")
     assert Owner.from_json(owner.to_json(epoch=3)) == (owner, {"epoch": 3})
-    assert Begun.from_json(begun.to_json()) == begun
+    assert Started.from_json(started.to_json()) == started
     assert json.loads(owner.to_json())["format"] == RECORD_FORMAT
 
 

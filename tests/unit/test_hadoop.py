@@ -11,8 +11,7 @@ from pyarrow import fs
 from delivered.checkpoint import folder
 from delivered.checkpoint import location as checkpoint_location
 from delivered.checkpoint.folder import configure, open_folder
-from delivered.checkpoint.hadoop import prefixes, store_of
-from delivered.checkpoint.location import remember
+from delivered.checkpoint.location import prefixes, remember, store_of
 from delivered.model.errors import DeliveredError, Refused, Unreachable
 
 S3 = "s3a://lake/checkpoints/orders"

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivered.engine.shard import dead_letters
+from delivered.engine.shard import build_dead_letters
 from delivered.engine.transform import (
     RAW,
     REJECTED,
     decode,
     encode,
-    isolated,
     join_rejected,
     pack_rejected,
+    run_isolated,
     unpack_rejected,
     with_rejected,
 )
@@ -52,12 +52,12 @@ def told(parts: Iterator[Rows]) -> tuple[list[Any], list[dict[str, Any]]]:
     letters: list[dict[str, Any]] = []
     for part in parts:
         rows += part.good.to_pylist()
-        letters += dead_letters(Scope("p", "s", "i"), part.rejected, 5, 1, 0).to_pylist()
+        letters += build_dead_letters(Scope("p", "s", "i"), part.rejected, 5, 1, 0).to_pylist()
     return rows, letters
 
 
 def test_a_letter_has_the_source_record_and_the_exception() -> None:
-    rows, (letter,) = told(isolated(as_numbers, kafka_rows(b"1", b"\xffx", b"3"), MADE))
+    rows, (letter,) = told(run_isolated(as_numbers, kafka_rows(b"1", b"\xffx", b"3"), MADE))
     assert rows == [{"n": 1}, {"n": 3}]
     assert (letter["sink"], letter["topic"], letter["partition"], letter["offset"]) == ("(transform)", "t", 1, 11)
     assert letter["reason"].startswith("ValueError: invalid literal for int()")
@@ -75,7 +75,7 @@ def test_each_row_once_in_order_and_few_calls(bad: list[bool]) -> None:
         return as_numbers(rows)
 
     values = [b"no" if b else b"%d" % n for n, b in enumerate(bad)]
-    rows, letters = told(isolated(transform, kafka_rows(*values), MADE))
+    rows, letters = told(run_isolated(transform, kafka_rows(*values), MADE))
     assert [r["n"] for r in rows] == [n for n, b in enumerate(bad) if not b]
     assert [n["offset"] - 10 for n in letters] == [n for n, b in enumerate(bad) if b]
     assert len(calls) <= max(1, 2 * len(bad))
@@ -87,7 +87,7 @@ def test_what_is_not_a_row_s_fault_fails_the_task(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error)):
-        list(isolated(transform, kafka_rows(b"1", b"2"), MADE))
+        list(run_isolated(transform, kafka_rows(b"1", b"2"), MADE))
 
 
 def test_a_function_that_fails_for_no_rows_fails_the_task() -> None:
@@ -95,7 +95,7 @@ def test_a_function_that_fails_for_no_rows_fails_the_task() -> None:
         raise ValueError("always")
 
     with pytest.raises(ValueError, match="always"):
-        list(isolated(transform, kafka_rows(), MADE))
+        list(run_isolated(transform, kafka_rows(), MADE))
 
 
 def test_columns_are_as_announced() -> None:
@@ -107,7 +107,7 @@ def test_columns_are_as_announced() -> None:
             return pa.record_batch({"m": texts})
         return pa.record_batch({"n": [None if t == "null" else t for t in texts]})
 
-    rows, letters = told(isolated(transform, kafka_rows(b"null", b"other", b"x", b"2"), MADE))
+    rows, letters = told(run_isolated(transform, kafka_rows(b"null", b"other", b"x", b"2"), MADE))
     assert rows == [{"n": None}, {"n": 2}]
     assert [n["reason"].partition(":")[0] for n in letters] == ["ValueError", "ArrowInvalid"]
 
@@ -118,7 +118,7 @@ def test_a_type_that_no_rows_show_is_that_of_the_rows() -> None:
 
     made = transform(kafka_rows().good).schema
     assert made.field("n").type == pa.null()
-    rows, letters = told(isolated(transform, kafka_rows(b"1", b"x", b"3"), made))
+    rows, letters = told(run_isolated(transform, kafka_rows(b"1", b"x", b"3"), made))
     assert (rows, len(letters)) == ([{"n": 1}, {"n": 3}], 1)
 
 
@@ -141,7 +141,7 @@ def test_of_a_decoded_source_the_bytes_are_kept() -> None:
         assert batch.schema == rows.schema
         raise ValueError("no")
 
-    _, (letter,) = told(isolated(transform, decode(batch), MADE))
+    _, (letter,) = told(run_isolated(transform, decode(batch), MADE))
     assert json.loads(letter["record"]) == {"key": "k", "value": "\0\0\0\0\1x"}
     assert (letter["topic"], letter["offset"]) == (None, 3)
 
@@ -152,14 +152,14 @@ def test_a_source_without_keys_and_values() -> None:
     def transform(batch: pa.RecordBatch) -> pa.RecordBatch:
         raise ValueError("no")
 
-    _, (letter,) = told(isolated(transform, Rows(rows), MADE))
+    _, (letter,) = told(run_isolated(transform, Rows(rows), MADE))
     assert json.loads(letter["record"]) == {"id": 1, "partition": "Ulm"}
     assert letter["partition"] is None
 
 
 def test_letters_and_rows_pass_through_spark_in_the_same_columns() -> None:
     schema = with_rejected(MADE)
-    parts = [encode(p, schema) for p in isolated(as_numbers, kafka_rows(b"1", b"x"), MADE)]
+    parts = [encode(p, schema) for p in run_isolated(as_numbers, kafka_rows(b"1", b"x"), MADE)]
     assert {p.schema for p in parts} == {schema}
     assert schema.names == ["n", REJECTED.name]
     rows, letters = told(map(decode, pa.Table.from_batches(parts).combine_chunks().to_batches()))

@@ -109,8 +109,8 @@ def test_options_of_sparks_users_are_taken_translated_or_refused_before_a_task()
     for name, value, said in [
         ("kafka.max.block.ms", "5", "kafka.delivery.timeout.ms"),
         ("kafka.key.serializer", "x", "cast the column"),
-        ("kafka.retries", "many", "whole number"),
-        ("kafka.buffer.memory", "much", "whole number"),
+        ("kafka.retries", "many", "integer"),
+        ("kafka.buffer.memory", "much", "integer"),
     ]:
         with pytest.raises(UsageError, match=said):
             CONNECTOR.sink({**SERVERS, name: value})

@@ -21,9 +21,8 @@ from deltalake import DeltaTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from delivered.connectors.log import CONNECTOR, append
+from delivered.connectors.log import CONNECTOR, LogOptions, append
 from delivered.connectors.log import source as reading
-from delivered.connectors.log.options import LogOptions
 from delivered.connectors.log.source import LogSource
 from delivered.contract.source import Slice
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError

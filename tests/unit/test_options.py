@@ -12,7 +12,7 @@ import pytest
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.contract.connector import Connector, Factory
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.model.options import Options, OptionTable, option, whole
+from delivered.model.options import Options, OptionTable, integer, option
 from delivered.model.secrets import redacted
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import connectors
@@ -163,7 +163,7 @@ def test_a_secret_is_not_in_the_repr() -> None:
 
 
 class Renamed(Options, owner="delivered_x sink"):
-    rows: int = option("rowsMax", "How many.", whole(1, 9), default=3, aliases=("maxRows",))
+    rows: int = option("rowsMax", "How many.", integer(1, 9), default=3, aliases=("maxRows",))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import delivered
 from delivered.audit.request import check_write_mode
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.engine.keys import one_of_each_key
+from delivered.engine.keys import check_keys_unique
 from delivered.engine.sinks import Sinks
 from delivered.model.rows import Rows
 from delivered.planner import Plan, Refusal
@@ -118,11 +118,11 @@ def test_an_audit_says_why_it_cannot_judge_changes(tmp_path: Path) -> None:
 def test_two_rows_of_one_key_are_found_across_batches() -> None:
     sink = SQLITE.sink({"path": "/tmp/o.db", "table": "t", "mode": "upsert", "keyColumns": "k,day"})
     rows = [Rows(pa.record_batch({"k": ["a", "b"], "day": [1, d], "n": [1, 2]})) for d in (1, 2, 1)]
-    assert list(one_of_each_key(Sinks.one(sink), iter(rows[:1]))) == rows[:1]
+    assert list(check_keys_unique(Sinks.one(sink), iter(rows[:1]))) == rows[:1]
     with pytest.raises(delivered.UsageError, match=r"KEY_TWICE\] A batch holds 3 rows of the key k = 'a', day = '1'"):
-        list(one_of_each_key(Sinks.one(sink), iter(rows)))
+        list(check_keys_unique(Sinks.one(sink), iter(rows)))
     versioned = SQLITE.sink(
         {"path": "/tmp/o.db", "table": "t", "mode": "upsert", "keyColumns": "k", "versionColumn": "n"}
     )
-    assert len(list(one_of_each_key(Sinks.one(versioned), iter(rows)))) == 3
-    assert list(one_of_each_key(Sinks.one(sink), iter([]))) == []
+    assert len(list(check_keys_unique(Sinks.one(versioned), iter(rows)))) == 3
+    assert list(check_keys_unique(Sinks.one(sink), iter([]))) == []

@@ -19,7 +19,7 @@ from tests.support.decided import checkpoint, decide, pipeline
 import delivered
 from delivered.checkpoint import sidecar
 from delivered.connectors.log.produce import append
-from delivered.engine.owner import living
+from delivered.engine.owner import find_living
 from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken, OutcomeUnknown, Refused
 from delivered.model.translate import translated
@@ -50,20 +50,20 @@ def code_of(answer: Plan | Refusal) -> str:
 
 
 def test_a_living_owner_is_seen(neighbour: psutil.Process) -> None:
-    found = living(owner_of(neighbour))
+    found = find_living(owner_of(neighbour))
     assert found is not None
     assert found.process == neighbour.pid
 
 
 def test_who_is_no_living_owner(neighbour: psutil.Process) -> None:
-    assert living(None) is None
-    assert living(owner_of(psutil.Process())) is None, "this driver itself"
-    assert living(owner_of(neighbour, shift_ms=60_000)) is None, "another process that got the same id"
+    assert find_living(None) is None
+    assert find_living(owner_of(psutil.Process())) is None, "this driver itself"
+    assert find_living(owner_of(neighbour, shift_ms=60_000)) is None, "another process that got the same id"
     elsewhere = Owner("other", "another-host", neighbour.pid, int(neighbour.create_time() * 1000))
-    assert living(elsewhere) is None, "nothing is known of another host"
+    assert find_living(elsewhere) is None, "nothing is known of another host"
     neighbour.kill()
     neighbour.wait(10)
-    assert living(Owner("other", socket.gethostname(), neighbour.pid, 1)) is None
+    assert find_living(Owner("other", socket.gethostname(), neighbour.pid, 1)) is None
 
 
 def test_a_live_driver_is_refused_unless_taken_over(tmp_path: Path, neighbour: psutil.Process) -> None:
@@ -159,7 +159,7 @@ def test_first_offsets_are_kept_once(tmp_path: Path) -> None:
     append(str(tmp_path / "in"), pa.table({"value": [b"b"]}), idempotence=("test", 2))
     assert source.driver().initial() != first
     assert sidecar.keep_first(made.checkpoint, source.driver().initial) == first
-    assert sidecar.kept_first(made.checkpoint) == first
+    assert sidecar.read_first(made.checkpoint) == first
     explicit = made.sources["source"].with_options(startingOffsets=json.dumps(first)).source()
     assert explicit.driver().initial()["offsets"] == first["offsets"]
     assert [p.name for p in (Path(made.checkpoint) / "delivered").iterdir()] == ["source-offsets.json"]
@@ -175,7 +175,7 @@ def test_batch_0_begins_where_it_began_if_the_source_knows_the_checkpoint(tmp_pa
     end = reader.latestOffset(began, ReadAllAvailable())
     assert reader.partitions(began, end)
     reader.stop()
-    assert sidecar.kept_first(made.checkpoint) == began
+    assert sidecar.read_first(made.checkpoint) == began
 
     again = StreamReader(source, Reading(made.checkpoint))
     assert again.initialOffset() == began != source.driver().initial()
@@ -189,14 +189,14 @@ def test_first_offsets_of_sparks_own_source_are_known(tmp_path: Path) -> None:
     file = tmp_path / "c" / "sources" / "0" / "0"
     file.parent.mkdir(parents=True)
     file.write_bytes(b'\0v1\n{"orders":{"0":12}}')
-    assert sidecar.kept_first(str(tmp_path / "c")) == {"orders": {"0": 12}}
+    assert sidecar.read_first(str(tmp_path / "c")) == {"orders": {"0": 12}}
     file.write_bytes(b'\x19{"orders":{"0":12,"1":3}}')
-    assert sidecar.kept_first(str(tmp_path / "c")) == {"orders": {"0": 12, "1": 3}}, "as Spark 2.1.0 wrote them"
+    assert sidecar.read_first(str(tmp_path / "c")) == {"orders": {"0": 12, "1": 3}}, "as Spark 2.1.0 wrote them"
     file.write_bytes(b"of another source")
-    assert sidecar.kept_first(str(tmp_path / "c")) is None
+    assert sidecar.read_first(str(tmp_path / "c")) is None
     file.write_bytes(b'\0v99999\n{"orders":{"0":12}}')
     with pytest.raises(Refused, match=r"SOURCE_OFFSETS_NEWER.*v99999.*here v1 is read"):
-        sidecar.kept_first(str(tmp_path / "c"))
+        sidecar.read_first(str(tmp_path / "c"))
 
 
 def test_a_checkpoint_with_batches_is_given_no_start(tmp_path: Path) -> None:
@@ -205,12 +205,12 @@ def test_a_checkpoint_with_batches_is_given_no_start(tmp_path: Path) -> None:
     (Path(made.checkpoint) / "offsets").mkdir(parents=True)
     (Path(made.checkpoint) / "offsets" / "0").write_text("v1\n{}\n{}")
     assert sidecar.keep_first(made.checkpoint, made.sources["source"].source().driver().initial) is None
-    assert sidecar.kept_first(made.checkpoint) is None
+    assert sidecar.read_first(made.checkpoint) is None
 
 
 def test_damaged_first_offsets_stop_the_start(tmp_path: Path) -> None:
     made = pipeline(tmp_path)
-    assert sidecar.kept_first(made.checkpoint) is None
+    assert sidecar.read_first(made.checkpoint) is None
     file = Path(made.checkpoint) / sidecar.FIRST_FILE
     file.parent.mkdir(parents=True)
     file.write_text('{"offs')

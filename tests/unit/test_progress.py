@@ -90,14 +90,14 @@ def test_rows_that_the_table_did_not_take_are_counted(tmp_path: Path) -> None:
     run(0, range(5))
     run(1, range(4, 6))
     with progress.watch(pipeline, type("Query", (), {"id": "i0", "lastProgress": None}), lambda _: iter(())) as seen:
-        assert not seen.left_out
+        assert not seen.skipped
         run(2, range(3, 10))
         seen.refresh()
-        assert (seen.records, dict(seen.left_out)) == (7, {"conflict": 3})
-        assert "7 records, 3 not taken by a table (3 conflict)" in seen.text
+        assert (seen.records, dict(seen.skipped)) == (7, {"conflict": 3})
+        assert "7 records, 3 not accepted by a table (3 conflict)" in seen.text
         assert seen.to_json()["left_out"] == {"conflict": 3}
         seen.refresh()
-        assert dict(seen.left_out) == {"conflict": 3}
+        assert dict(seen.skipped) == {"conflict": 3}
 
 
 def report(second: int, *dropped: int) -> Any:

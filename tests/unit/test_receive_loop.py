@@ -265,7 +265,7 @@ def test_without_a_place_for_them_the_receiver_ends_and_says_so() -> None:
 
 def test_dead_letters_are_written_readable_when_they_are_refused_as_they_are() -> None:
     bad = MessageBatch(["a\ud800", None], [b"k", None], [b"v", b""], [[("h", b"x")], []], [1 << 80, None], [1, 2])
-    copy = loops.readable(bad)
+    copy = loops.as_readable(bad)
     assert copy.ids == ["'a\\ud800'", None]
     assert copy.values == [b"v", b""]
     assert dict(copy.headers[0])["delivered.time_us"] == str(1 << 80).encode()

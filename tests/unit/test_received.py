@@ -12,7 +12,7 @@ from tests.support.journal import messages, open_log
 
 import delivered
 from delivered.model.errors import UsageError
-from delivered.pipeline.registry import find_source, received
+from delivered.pipeline.registry import find_received, find_source
 from delivered.planner import Plan, Refusal
 from delivered.receiver import ReceiveOptions
 
@@ -101,7 +101,7 @@ def test_without_the_header_for_ids_the_refusal_names_it(guarantee: str) -> None
     assert "DELIVERED_SOURCE_REPEATS" in str(refused)
     assert "idHeader" in str(refused)
     assert isinstance(activemq("at_least_once"), Plan)
-    assert not received("activemq", {"url": "stomp://x", "queue": "q", "log": "/x"}).options.ids_required
+    assert not find_received("activemq", {"url": "stomp://x", "queue": "q", "log": "/x"}).options.ids_required
     text = str(activemq(guarantee, idHeader="id"))
     assert "orders: " + guarantee in text
     assert "resend a message with the same id" in text
@@ -131,7 +131,7 @@ def test_a_log_that_is_not_there_says_to_start_the_receiver(tmp_path: Path) -> N
 
 
 def test_options_of_the_log_reach_it() -> None:
-    made = received("rabbitmq", source(maxOffsetsPerTrigger=7, includeHeaders="true", reader="me").options)
+    made = find_received("rabbitmq", source(maxOffsetsPerTrigger=7, includeHeaders="true", reader="me").options)
     assert made.rows_per_batch_max == 7
     assert "headers" in made.schema().names
     assert pickle.loads(pickle.dumps(made)) == made

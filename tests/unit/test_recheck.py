@@ -26,7 +26,7 @@ from delivered.pipeline import registry
 @pytest.fixture(autouse=True)
 def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connectors of installed packages."""
-    monkeypatch.setattr(registry, "_others", cache(registry._others))
+    monkeypatch.setattr(registry, "_find_others", cache(registry._find_others))
 
 
 def request(orders: Orders, **how: Any) -> AuditRequest:

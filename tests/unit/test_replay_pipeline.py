@@ -14,8 +14,7 @@ import pytest
 
 import delivered
 from delivered.connectors.kafka.source import KafkaSource
-from delivered.connectors.log import append
-from delivered.connectors.log.options import LogOptions
+from delivered.connectors.log import LogOptions, append
 from delivered.connectors.log.source import LogSource
 from delivered.connectors.pulsar.source import PulsarSource
 from delivered.model.errors import DeliveredError

@@ -283,13 +283,17 @@ def test_rejected_records_wait_for_the_end_of_their_batch(tmp_path: Path) -> Non
 
 def test_a_decided_batch_keeps_its_ids(tmp_path: Path) -> None:
     at = str(tmp_path)
-    assert sidecar.written_schemas(at, 0) is None
+    assert sidecar.read_written_schemas(at, 0) is None
     sidecar.keep_written_schemas(at, 0, {"out.value": 1})
     sidecar.keep_written_schemas(at, 5, {"out.value": 1})
     sidecar.keep_written_schemas(at, 7, {"out.value": 2})
-    assert [sidecar.written_schemas(at, n) for n in (6, 7, 9)] == [{"out.value": 1}, {"out.value": 2}, {"out.value": 2}]
+    assert [sidecar.read_written_schemas(at, n) for n in (6, 7, 9)] == [
+        {"out.value": 1},
+        {"out.value": 2},
+        {"out.value": 2},
+    ]
     sidecar.keep_written_schemas(at, 7, {"out.value": 3})  # batch 7 was not decided, and is planned again
-    assert [sidecar.written_schemas(at, n) for n in (6, 7)] == [{"out.value": 1}, {"out.value": 3}]
+    assert [sidecar.read_written_schemas(at, n) for n in (6, 7)] == [{"out.value": 1}, {"out.value": 3}]
 
 
 KAFKA = {"kafka.bootstrap.servers": "b:1", "subscribe": "orders", "value.format": "avro"}

@@ -25,7 +25,7 @@ from delivered.checkpoint import history
 from delivered.connectors.log.produce import append
 from delivered.contract.source import Retained
 from delivered.engine.context import open_ledger
-from delivered.engine.owner import _at
+from delivered.engine.owner import _place
 from delivered.model.identity import Scope
 from delivered.model.schedule import Cadence
 from delivered.model.work import Account, Decision, Ok, Owner
@@ -46,7 +46,7 @@ def now_ms() -> int:
 
 def decided(tmp_path: Path, batches: int, **options: Any) -> tuple[delivered.Pipeline, list[Decision]]:
     made = pipeline(tmp_path, **options)
-    decide(made, batches, _at(Owner("owner"), psutil.Process()))
+    decide(made, batches, _place(Owner("owner"), psutil.Process()))
     checkpoint(made, batches)
     with contextlib.closing(open_ledger(made.sinks[0].sink(), Scope("orders", "orders", "incarnation-1"))) as ledger:
         return made, sorted(ledger.history(), key=lambda d: d.batch)

@@ -103,7 +103,7 @@ def test_shares_are_not_compared_again_by_an_evidence_file() -> None:
 
 @pytest.fixture
 def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Orders:
-    monkeypatch.setattr(registry, "_others", cache(registry._others))
+    monkeypatch.setattr(registry, "_find_others", cache(registry._find_others))
     return Orders(tmp_path)
 
 

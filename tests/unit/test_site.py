@@ -10,7 +10,7 @@ from pathlib import Path
 from docs import facts
 from docs.site import ROOT, in_nav, is_external, linked, links, pages, place, problems, prose
 
-from delivered.model.catalogue import entries
+from delivered.model.errors import entries
 
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 _LINKED_PAGES = [*pages(), Path("README.md")]

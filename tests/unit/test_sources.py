@@ -208,16 +208,16 @@ def test_where_a_removed_source_ended_is_kept(tmp_path: Path) -> None:
     (tmp_path / "offsets").mkdir()
     (tmp_path / "offsets" / "3").write_text('v2\n{"batchWatermarkMs":0}\n' + LOGGED)
     sidecar.keep_removed(str(tmp_path), ["orders", "payments"])
-    assert sidecar.removed(str(tmp_path)) == {}
+    assert sidecar.read_removed(str(tmp_path)) == {}
     sidecar.keep_removed(str(tmp_path), ["orders"])
     sidecar.keep_removed(str(tmp_path), ["orders", "refunds"])
-    assert sidecar.removed(str(tmp_path)) == {"payments": '{"version":2}'}
+    assert sidecar.read_removed(str(tmp_path)) == {"payments": '{"version":2}'}
     assert sidecar.keep_first(str(tmp_path), lambda: {"version": 0}, "orders") is None
     assert sidecar.keep_first(str(tmp_path), lambda: {"version": 9}, "refunds") == {"version": 9}
     assert sidecar.keep_first(str(tmp_path), lambda: {"version": 10}, "refunds") == {"version": 9}
     (tmp_path / sidecar.REMOVED_FILE).write_text("{")
     with pytest.raises(InvariantBroken, match="removed-sources"):
-        sidecar.removed(str(tmp_path))
+        sidecar.read_removed(str(tmp_path))
 
 
 def test_a_batch_with_other_offsets_of_one_source_is_another_batch() -> None:
@@ -239,7 +239,7 @@ def test_each_source_has_sidecar_files_of_its_own(tmp_path: Path) -> None:
         metadata = OffsetMetadata(str(tmp_path), frozenset({"#id"}), frozenset({"#id"}), name=name)
         metadata.keep({"0": 1}, {"#id": name})
     for name, version in (("orders", 1), ("payments", 2), ("source", 3)):
-        assert sidecar.kept_first(str(tmp_path), name) == {"version": version}
+        assert sidecar.read_first(str(tmp_path), name) == {"version": version}
         metadata = OffsetMetadata(str(tmp_path), frozenset({"#id"}), frozenset({"#id"}), name=name)
         assert metadata.find({"0": 1}) == {"#id": name}
     files = {"source-offsets.json", "offset-metadata.json"}

@@ -24,7 +24,7 @@ from delivered.checkpoint import history
 from delivered.cli.main import app
 from delivered.connectors.log.produce import append
 from delivered.contract.source import DedupWindow
-from delivered.engine.owner import _at
+from delivered.engine.owner import _place
 from delivered.model.work import BatchReport, Owner
 from delivered.operate.asking import status
 from delivered.operate.flow import Flow
@@ -33,7 +33,7 @@ from delivered.operate.page import Actions, Frame, page, pipeline_page
 from delivered.operate.rules import hanging_transactions, old_transactions, receiver_problems
 from delivered.operate.status import Driver, Status
 from delivered.operate.transactions import Open
-from delivered.pipeline.receive import Presence, has_died
+from delivered.pipeline.receive import Presence, is_dead
 
 YAML = """
 pipeline: orders
@@ -52,14 +52,14 @@ def written(tmp_path: Path, guarantee: str = "exactly_once") -> Path:
 
 def stopped() -> Owner:
     process = psutil.Popen(["true"])
-    owner = _at(Owner("owner"), process)
+    owner = _place(Owner("owner"), process)
     process.wait()
     return owner
 
 
 def decided(tmp_path: Path, batches: int, owner: Owner | None = None) -> delivered.Pipeline:
     made = pipeline(tmp_path)
-    decide(made, batches, owner or _at(Owner("owner"), psutil.Process()))
+    decide(made, batches, owner or _place(Owner("owner"), psutil.Process()))
     checkpoint(made, batches)
     return made
 
@@ -91,7 +91,7 @@ def test_a_stopped_pipeline_with_waiting_records_is_a_problem_that_goes_away(tmp
     found = status(made)
     assert (found.driver, found.lag_total) == (Driver.STOPPED, 2)
     assert codes(found) == ["STOPPED_WITH_LAG"]
-    decide(made, 3, _at(Owner("later"), psutil.Process()))
+    decide(made, 3, _place(Owner("later"), psutil.Process()))
     assert codes(status(made)) == []
 
 
@@ -137,7 +137,7 @@ def test_a_receiver_that_died_is_gone_until_another_one_takes_its_place(tmp_path
     (report,) = status(queued).receivers["source"]
     assert (report.owner.process, codes(status(queued))) == (os.getpid(), [])
     silent = dataclasses.replace(report, at_ms=report.at_ms - 31_000)
-    assert has_died(silent) and has_died(dataclasses.replace(silent, owner=Owner("x", "elsewhere", 1)))
+    assert is_dead(silent) and is_dead(dataclasses.replace(silent, owner=Owner("x", "elsewhere", 1)))
     here.leave()
     assert status(queued).receivers == {"source": ()}
 
@@ -204,7 +204,7 @@ def test_the_pipelines_of_a_ledger_without_their_files(tmp_path: Path) -> None:
     """Also one whose checkpoint is gone: the newest decision of any."""
     made = decided(tmp_path, 2, stopped())
     other: Any = SimpleNamespace(name="refunds", sources=made.sources, sinks=made.sinks)
-    decide(other, 3, _at(Owner("owner"), psutil.Process()))
+    decide(other, 3, _place(Owner("owner"), psutil.Process()))
     file = tmp_path / "where.yaml"
     file.write_text(f"ledger: {{format: sqlite, path: {tmp_path}/out.db, table: orders}}")
     (orders, refunds) = json.loads(CliRunner().invoke(app, ["status", str(file), "-o", "json"]).output)
@@ -248,7 +248,7 @@ def test_metrics_are_served_anew_at_each_scrape(tmp_path: Path) -> None:
                 return str(answer.read().decode())
 
         assert 'delivered_batch{pipeline="orders"} 0.0' in scrape()
-        decide(made, 3, _at(Owner("owner"), psutil.Process()))
+        decide(made, 3, _place(Owner("owner"), psutil.Process()))
         assert 'delivered_batch{pipeline="orders"} 2.0' in scrape()
 
 

@@ -25,14 +25,14 @@ from delivered.model.limits import TRANSFORM_VERSIONS_BYTES_MAX, TRANSFORM_VERSI
 from delivered.model.rows import OnBadRow
 from delivered.model.work import MIXED, Account, Decision, Prepared, TransformVersion, transforms_after
 from delivered.pipeline.endpoint import parse_projection
-from delivered.pipeline.transform import NO_TRANSFORM, Transform, as_transform, version_of
+from delivered.pipeline.transform import NO_TRANSFORM, Transform, as_transform, build_version
 from delivered.planner import CheckpointFacts, Plan, make_plan
 
 SCOPE = Scope("p", "s", "i")
 
 
 def version(transform: Transform, **sinks: Any) -> str:
-    return version_of(transform, sinks.items(), OnBadRow.FAIL)
+    return build_version(transform, sinks.items(), OnBadRow.FAIL)
 
 
 def test_another_text_of_sql_is_another_version() -> None:
@@ -41,7 +41,7 @@ def test_another_text_of_sql_is_another_version() -> None:
     assert len({version(a), version(b), version(NO_TRANSFORM)}) == 3
     some, everything = parse_projection(["key"], None), parse_projection([], None)
     assert version(a, s=some) != version(a) == version(a, s=everything)
-    assert version_of(a, [], OnBadRow.DROP) != version(a)
+    assert build_version(a, [], OnBadRow.DROP) != version(a)
 
 
 MODULE = """

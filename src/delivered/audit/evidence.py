@@ -401,7 +401,7 @@ def read_ledger(
     try:
         still_open = list(committer.open_transactions() or ())
         hidden = _hidden_shards(committer, history.last, still_open)
-        account.skipped = committer.left_out()
+        account.skipped = committer.skipped()
     finally:
         committer.close()
     account.transactions = tuple(map(_describe, still_open))

@@ -237,7 +237,7 @@ def find_faults(chain: Chain, pipeline: str) -> Iterator[Fault]:
     if len(chain.sha256) != len(chain.seals):
         yield fault(Kind.CHANGED, f"{len(chain.seals)} seals have {len(chain.sha256)} hashes")
     inside = [n for n in sorted(known) if chain.first <= n <= chain.last]
-    # By their ends: whoever changed the file may have written any number.
+    # By their ends: who changed the file may have written any number.
     missing = [(a + 1, b - 1) for a, b in pairwise([chain.first - 1, *inside, chain.last + 1]) if b - a > 1]
     behind = missing.pop() if missing and missing[-1][1] == chain.last else None
     if missing:

@@ -2,7 +2,7 @@
 
 A seal closes a range of decided batches. The next audit begins behind it, in the source and in the sink, so that what
 was proved once stays proved when the source has dropped its records. The seals of a sink are one chain, over all
-checkpoints of its pipeline; sums begin anew with each checkpoint, as the ledger's do.
+checkpoints of its pipeline; sums start again with each checkpoint, as the ledger's do.
 
 Where batches meet sink positions, an audit of a running pipeline cannot cut sharply. So a seal says two things of the
 position where it stopped reading the sink: all rows of batches up to `settled` lie before it, and all rows of batches

@@ -36,7 +36,7 @@ from delivered.audit.request import AuditRequest, Positions, Sealing, SourceSet,
 from delivered.audit.seal import Seal, chain_faults, digest_of, stored_seal
 from delivered.checkpoint.folder import read_view
 from delivered.checkpoint.history import last_seal
-from delivered.checkpoint.sidecar import kept_first, stream_driver
+from delivered.checkpoint.sidecar import read_first, stream_driver
 from delivered.contract.sink import BoundedScan, Changes
 from delivered.contract.source import Offsets
 from delivered.engine.context import open_shared_ledger
@@ -67,7 +67,7 @@ def open_sources(request: AuditRequest) -> SourceSet:
     at = request.checkpoint
     return SourceSet(
         {n: stream_driver(s, at, writes=False, name=n) for n, s in request.sources.items()},
-        {n: kept_first(at, n) for n in request.sources},
+        {n: read_first(at, n) for n in request.sources},
     )
 
 

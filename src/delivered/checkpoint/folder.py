@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pyarrow import fs
 
-from delivered.checkpoint.location import from_uri, remembered
+from delivered.checkpoint.location import from_uri, recall
 from delivered.kits.table.store import put, put_first, sync
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
 from delivered.model.identity import SOURCE
@@ -45,13 +45,13 @@ def open_folder(location: str) -> tuple[fs.FileSystem, str]:
     Raises:
         Unreachable: Python has no file system for it, or not with these settings.
     """
-    store, settings = remembered(location), _settings.get(location)
+    store, settings = recall(location), _settings.get(location)
     try:
         if not (store or settings or location.startswith("hdfs:") or "HADOOP_CONF_DIR" in os.environ):
             return from_uri(location)
-        from delivered.checkpoint.hadoop import hadoop_files, opened, store_of
+        from delivered.checkpoint.location import hadoop_files, open_location, store_of
 
-        return opened(location, store or store_of(location, {**hadoop_files(), **(settings or {})}))
+        return open_location(location, store or store_of(location, {**hadoop_files(), **(settings or {})}))
     except DeliveredError:
         raise
     except Exception as error:
@@ -83,14 +83,14 @@ def read_view(location: str) -> CheckpointView:
 def repartitions_before(location: str, batch: int) -> int:
     """Number of batches right before `batch` that only repartitioned the query's state: no sink saw them.
 
-    Spark's `repartition` logs a batch without input. Unlike any batch that ran, it has the offsets and the timestamp of
-    the previous batch; and it has another number of partitions.
+    Spark's `repartition` logs a batch without input. Different from a batch that ran, it has the offsets and the
+    timestamp of the previous one; and it has another number of partitions.
 
-    Raises:
-        Unreachable: the checkpoint cannot be read.
+        Raises:
+            Unreachable: the checkpoint cannot be read.
     """
     count = 0
-    while _repartitions(_logged(location, batch - count - 2), _logged(location, batch - count - 1)):
+    while _is_repartition(_read_logged(location, batch - count - 2), _read_logged(location, batch - count - 1)):
         count += 1
     return count
 
@@ -101,17 +101,17 @@ def batch_metadata(location: str, batch: int) -> dict[str, Any] | None:
     Raises:
         Unreachable: the checkpoint cannot be read.
     """
-    found = _logged(location, batch)
+    found = _read_logged(location, batch)
     return None if found is None else found[0]
 
 
-def _logged(location: str, batch: int) -> tuple[dict[str, Any], str] | None:
+def _read_logged(location: str, batch: int) -> tuple[dict[str, Any], str] | None:
     """Spark's metadata of a batch, and its offsets; None: it is not logged."""
     lines = (read(location, f"offsets/{batch}") or b"").decode("utf-8").split("\n") if batch >= 0 else []
     return (json.loads(lines[1]), "\n".join(lines[_OWN_LINES:]).strip()) if len(lines) > _OWN_LINES else None
 
 
-def _repartitions(before: tuple[dict[str, Any], str] | None, after: tuple[dict[str, Any], str] | None) -> bool:
+def _is_repartition(before: tuple[dict[str, Any], str] | None, after: tuple[dict[str, Any], str] | None) -> bool:
     if before is None or after is None or before[1] != after[1]:
         return False
     confs = [logged[0].get("conf", {}).get(_STATE_PARTITIONS) for logged in (before, after)]
@@ -159,7 +159,7 @@ def holds(location: str, below: str, suffix: str) -> bool:
     return any(info.base_name.endswith(suffix) for info in found)
 
 
-def logged(location: str) -> tuple[str | None, int | None]:
+def read_logged(location: str) -> tuple[str | None, int | None]:
     """Incarnation and newest batch of a checkpoint whose query is stopped; None, None for a new one.
 
     Raises:
@@ -188,7 +188,7 @@ def is_done(location: str, batch: int) -> bool:
     return filesystem.get_file_info(f"{folder}/commits/{batch}").type is fs.FileType.File
 
 
-def unwritable(location: str) -> str | None:
+def find_unwritable(location: str) -> str | None:
     """Why a local folder is not writable; None: it is, or it is remote, and Spark will find out."""
     filesystem, path = open_folder(location)
     if not isinstance(filesystem, fs.LocalFileSystem):

@@ -93,7 +93,7 @@ def keeping_failed_start(location: str) -> Iterator[None]:
     except DeliveredError as error:
         with contextlib.suppress(DeliveredError):
             if folder.holds(location, "delivered", ""):
-                _, batch = folder.logged(location)
+                _, batch = folder.read_logged(location)
                 keep(location, Run.new("").ended(batch, error))
         raise
 

@@ -38,7 +38,7 @@ _SPARKS_OWN = "sources/0/0"
 _SPARKS_VERSION = 1
 
 
-def kept_first(location: str, source: str = SOURCE) -> Offsets | None:
+def read_first(location: str, source: str = SOURCE) -> Offsets | None:
     """The first offsets stored by an earlier start, or by Spark's own Kafka source; None: none.
 
     Raises:
@@ -81,13 +81,13 @@ def keep_first(location: str, initial: Callable[[], Offsets], source: str = SOUR
     Args:
         initial: asks the source.
     """
-    found = kept_first(location, source)
+    found = read_first(location, source)
     if found is not None or source in by_source(folder.newest_offsets(location)):
         return found
     offsets = initial()
     folder.write_record(location, folder.sidecar(FIRST_FILE, source), {"offsets": offsets}, first=True)
     # Another start may have been faster: the file's content counts.
-    return kept_first(location, source) or offsets
+    return read_first(location, source) or offsets
 
 
 # What stands right before a stream's position, kept in the checkpoint sidecar and compared at each start.
@@ -282,16 +282,16 @@ class PlainDriver(SourceDriver):
     def initial(self) -> Offsets:
         return self._kept(self._driver.initial())
 
-    def begun(self, offsets: Offsets) -> Offsets:
+    def recorded(self, offsets: Offsets) -> Offsets:
         """First offsets stored by an earlier start, perhaps with metadata."""
         plain, metadata = self._metadata.split(offsets)
         return self._kept(offsets) if metadata else plain
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
-        whole = self._metadata.joined(start)
-        end = self._driver.latest(whole, rows_max)
+        complete = self._metadata.joined(start)
+        end = self._driver.latest(complete, rows_max)
         # Unchanged: another notation of the same position would create an empty batch.
-        return start if end == whole else self._kept(end, self._metadata.split(start)[0])
+        return start if end == complete else self._kept(end, self._metadata.split(start)[0])
 
     def bounded(self, end: Offsets, sooner: Offsets, start: Offsets) -> None:
         """A batch that starts at `start` ends sooner than `latest` said: what it knew of the end holds there, too."""
@@ -358,7 +358,7 @@ def stream_driver(source: Source, location: str | None, *, writes: bool = True, 
 DECIDER_FILE = "delivered/deciding-sink.json"
 
 
-def decider(location: str) -> str | None:
+def read_decider(location: str) -> str | None:
     """Name of the sink that decided for several sinks when the query was last started; None: it never had several.
 
     Raises:
@@ -375,7 +375,7 @@ def keep_decider(location: str, sink: str, *, several: bool) -> None:
     Raises:
         Unreachable: the checkpoint cannot be written to.
     """
-    before = decider(location)
+    before = read_decider(location)
     if sink != before and (several or before is not None):
         folder.write_record(location, DECIDER_FILE, {"sink": sink})
 
@@ -406,7 +406,7 @@ def _read_dedup(location: str) -> _KeptDedup | None:
     return folder.read_record(location, DEDUP_FILE, "a dedup's settings", _KeptDedup.of, "DEDUP_DAMAGED")
 
 
-def changed_dedup(location: str, dedup: Dedup | None, sink: str = "") -> str | None:
+def find_changed_dedup(location: str, dedup: Dedup | None, sink: str = "") -> str | None:
     """The checkpoint's dedup, for messages, if the pipeline's differs; else None.
 
     Args:
@@ -432,7 +432,7 @@ def keep_dedup(location: str, dedup: Dedup | None, *, fresh: bool, sink: str = "
     Raises:
         Refused: the checkpoint started with another one. The plan checks this first; it is enforced here.
     """
-    before = changed_dedup(location, dedup, sink)
+    before = find_changed_dedup(location, dedup, sink)
     if before is None:
         return
     if not fresh:
@@ -461,7 +461,7 @@ def keep_shards(location: str, now: Mapping[str, str]) -> dict[str, str]:
     """
     what = "the settings of a checkpoint's shards"
     before = folder.read_record(location, SHARDS_FILE, what, _settings, "SHARDS_DAMAGED")
-    _, newest = folder.logged(location)
+    _, newest = folder.read_logged(location)
     if before is not None and newest is not None and not folder.is_done(location, newest):
         return before
     if before != now:
@@ -481,7 +481,7 @@ def _settings(found: Mapping[str, dict[str, str]]) -> dict[str, str]:
 REMOVED_FILE = "delivered/removed-sources.json"
 
 
-def removed(location: str) -> Mapping[str, str]:
+def read_removed(location: str) -> Mapping[str, str]:
     """Where each removed source ended, by name.
 
     Raises:
@@ -508,9 +508,9 @@ def keep_removed(location: str, names: Collection[str]) -> None:
     """
     if set(names) == {SOURCE}:
         return  # Spark's log identifies a source without a name by its position
-    gone = {n: at for n, at in by_source(folder.newest_offsets(location)).items() if n not in names}
-    if gone:
-        folder.write_record(location, REMOVED_FILE, {"removed": {**removed(location), **gone}})
+    dropped = {n: at for n, at in by_source(folder.newest_offsets(location)).items() if n not in names}
+    if dropped:
+        folder.write_record(location, REMOVED_FILE, {"removed": {**read_removed(location), **dropped}})
 
 
 # Versions and ids of the registered schemas that a query reads and writes with, stored in the checkpoint's sidecar.
@@ -523,7 +523,7 @@ _SCHEMAS_MAX = 16
 """Changes of the schemas written with. Only the newest decided batch can run again."""
 
 
-def written_schemas(location: str, batch: int) -> dict[str, int] | None:
+def read_written_schemas(location: str, batch: int) -> dict[str, int] | None:
     """Ids of the schemas that a decided batch was written with, by sink and column; None: not stored.
 
     Raises:
@@ -602,7 +602,7 @@ def forget_task_files(location: str, batch: int, *, decided: bool) -> None:
             if found.base_name != str(batch) or not decided:
                 filesystem.delete_dir(found.path)
 
-    _guarded(location, remove)
+    _guard(location, remove)
 
 
 def gather_task_files(location: str, batch: int, start: str, join: Callable[[Sequence[bytes]], bytes]) -> bytes | None:
@@ -617,7 +617,7 @@ def gather_task_files(location: str, batch: int, start: str, join: Callable[[Seq
         files = filesystem.get_file_info(selector)
         return sorted(f.base_name for f in files if f.base_name.endswith(".arrow"))
 
-    stored = [folder.read(location, f"{_FOLDER}/{batch}/{start}/{n}") for n in _guarded(location, names)]
+    stored = [folder.read(location, f"{_FOLDER}/{batch}/{start}/{n}") for n in _guard(location, names)]
     if not stored:
         return None
     data = join([s for s in stored if s is not None])
@@ -630,7 +630,7 @@ def _place(location: str) -> tuple[fs.FileSystem, str]:
     return filesystem, f"{path.rstrip('/')}/{_FOLDER}"
 
 
-def _guarded(location: str, act: Callable[[], folder.T]) -> folder.T:
+def _guard(location: str, act: Callable[[], folder.T]) -> folder.T:
     try:
         return act()
     except OSError as error:

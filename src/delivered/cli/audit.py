@@ -112,7 +112,7 @@ def audit(
     from delivered.audit.keys import KeyShare
     from delivered.audit.report import render
     from delivered.audit.request import sealing
-    from delivered.checkpoint.folder import logged
+    from delivered.checkpoint.folder import read_logged
     from delivered.cli.run import SparkLog, quiet_spark
 
     one: dict[str, object] = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint}
@@ -147,7 +147,7 @@ def audit(
         keys=keys is not None,
         recompute=recompute,
     )
-    if sink in (None, *pipeline.sink_names) and logged(pipeline.checkpoint)[1] is None:
+    if sink in (None, *pipeline.sink_names) and read_logged(pipeline.checkpoint)[1] is None:
         raise OutcomeUnknown("CHECKPOINT_MISSING.AUDIT", location=pipeline.checkpoint, file=files[0])
     with working("starting") as progress, ExitStack() as session, ExitStack() as light:
         if pipeline.transform.function is None:  # others may use it

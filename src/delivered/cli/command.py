@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,9 +26,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from delivered.cli.local import next_here
-from delivered.model.catalogue import PREFIX
-from delivered.model.errors import DeliveredError
+from delivered.model.errors import PREFIX, DeliveredError
 from delivered.model.options import in_file_words
 from delivered.model.patience import Outages
 from delivered.model.secrets import one_line, plain, without_passwords
@@ -40,6 +39,10 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+_MISSING_TOPIC = frozenset(("TOPIC_MISSING", "TOPIC_UNKNOWN"))
+"""Codes whose next step is shorter with a development server on this machine."""
 
 
 class Output(StrEnum):
@@ -267,6 +270,24 @@ def _fail(error: Exception, as_json_output: bool) -> int:
             shown.print("Next:", style="bold", end=" ")
             shown.print(next_step)
     return own.exit_code
+
+
+def next_here(code: str, message: str, step: str | None) -> str | None:
+    """The next step of an error; also the command that creates a topic, if it is missing on our development Kafka.
+
+    Args:
+        code: without the prefix.
+    """
+    topic = re.search(r"'([^']+)'", message)
+    if code not in _MISSING_TOPIC or topic is None:
+        return step
+    from delivered_lab import brokers
+
+    here = brokers.status(brokers.default_folder("kafka"))
+    if not (here.answering and here.bootstrap and here.bootstrap in message):
+        return step
+    command = f"delivered brokers topic {topic[1]}"
+    return f"{step}; on this development broker: {command}" if step else command
 
 
 def _ours(error: Exception) -> DeliveredError:

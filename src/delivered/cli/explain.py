@@ -10,12 +10,11 @@ import typer
 
 from delivered.cli.command import Output, OutputOption, say, say_json, spoken
 from delivered.model import errors
-from delivered.model.catalogue import PREFIX, Condition, conditions_of, entries
-from delivered.model.errors import UsageError
+from delivered.model.errors import PREFIX, Condition, UsageError, conditions_of, entries
 
 _MEANINGS = {
     "Finding": "Found by the checks before a start, which refuse it or warn",
-    "Problem": "Shown by `delivered status`",
+    "Problem": "Reported by `delivered status`",
     "Reason": "The request is valid but cannot be fulfilled",
     "Unfit": "The request itself is wrong",
 }

@@ -36,6 +36,7 @@ from delivered.cli.command import (
     log_as,
     log_line,
     messages,
+    next_here,
     note,
     on_terminal,
     read,
@@ -48,7 +49,6 @@ from delivered.cli.command import (
     stop_on_signal,
     working,
 )
-from delivered.cli.local import next_here
 from delivered.machine import without_pandas
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
@@ -187,11 +187,11 @@ def run(
     more: dict[str, Any] = {"wait": wait, "metrics_port": metrics_port}
     if not receivers:
         return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, **more)
-    from delivered.pipeline.receive import queue_among, receiving
+    from delivered.pipeline.receive import queue_among, run_receivers
 
     show_warnings()
     patience_s = OUTAGE_PATIENCE_S if wait else 0.0
-    with receiving(queue_among(pipeline.sources), receivers, patience_s=patience_s) as raise_failure:
+    with run_receivers(queue_among(pipeline.sources), receivers, patience_s=patience_s) as raise_failure:
         return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, raise_failure, **more)
 
 

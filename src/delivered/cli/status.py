@@ -334,7 +334,7 @@ def table(statuses: Sequence[Status], trends: Trends | None = None) -> Table:
 
 
 def problems(statuses: Sequence[Status]) -> list[Text]:
-    """A line for each problem, with what mends it."""
+    """A line for each problem, with what fixes it."""
     lines = []
     for s in statuses:
         for p in spoken(s.problems):

@@ -86,7 +86,7 @@ class Queue(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Shown to users; also the default name of its journal."""
+        """For users; also the default name of its journal."""
 
     @property
     @abstractmethod

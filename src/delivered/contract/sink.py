@@ -76,8 +76,8 @@ class Committer(ABC):
 
         `work.scope` names the sink of this participant.
 
-        Ok: visible. Failed: the transaction is gone, and this call did not commit it; `was_committed` shows whether an
-        earlier one did. Unknown: call again.
+        Ok: visible. Failed: there is no such transaction, and this call did not commit it; `was_committed` shows
+        whether an earlier one did. Unknown: call again.
         """
 
     @abstractmethod
@@ -85,7 +85,7 @@ class Committer(ABC):
         """Whether these rows of the shard are visible, by evidence stored in the sink with the rows.
 
         `prepared` is what the decision names. Evidence of another writer of the same `Work` does not count where the
-        sink can tell them apart.
+        sink can distinguish them.
         Reflects every transaction ended earlier by `abort_orphans` or `commit`.
         """
 
@@ -159,14 +159,14 @@ class Committer(ABC):
         """
         return True
 
-    def left_out(self) -> Mapping[str, int]:
+    def skipped(self) -> Mapping[str, int]:
         """Rows of this incarnation that visible batches skipped, by kind: "conflict", "constraint".
 
         Of conditional writes (`WriteMode.conditional`). Read-only.
         """
         return {}
 
-    def dead_letters(self) -> Sequence[LeftOutRow]:
+    def dead_letters(self) -> Sequence[SkippedRow]:
         """Those of the skipped rows that their database keeps. Read-only."""
         return ()
 
@@ -176,7 +176,7 @@ class Committer(ABC):
         return None
 
     def held_back(self) -> HeldBack | None:
-        """What open transactions of others hide from readers of this sink; None: none can, or it cannot tell.
+        """What open transactions of others hide from readers of this sink; None: none can, or it does not know.
         Read-only. Raises Unreachable."""
         return None
 
@@ -189,7 +189,7 @@ class Committer(ABC):
 
 
 @dataclass(frozen=True)
-class LeftOutRow:
+class SkippedRow:
     """A row that the table did not accept, kept in its database.
 
     Attributes:

@@ -12,8 +12,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from delivered.model.capability import Guarantee, SourceCapability
-from delivered.model.catalogue import texts
-from delivered.model.errors import DeliveredError
+from delivered.model.errors import DeliveredError, texts
 from delivered.model.rows import Rows
 from delivered.model.work import Owner
 
@@ -153,7 +152,7 @@ class Retained:
             0: it has dropped some, and does not say how many.
         until_ms: partition -> when it may drop the first record that it has, at the earliest, in milliseconds since
             1970. A partition without one is absent: it has no such record, or drops none by age or size.
-        unknown: why it cannot tell of some partitions; empty: it can.
+        unknown: why nothing is known of some partitions; empty: all are known.
     """
 
     missing: Mapping[str, int] = field(default_factory=dict)
@@ -246,7 +245,7 @@ class SourceDriver(ABC):
         return
 
     def waiting_since(self, start: Offsets, end: Offsets) -> Mapping[str, int] | None:  # noqa: ARG002
-        """When the records were written that wait; None: this source cannot tell.
+        """When the records were written that wait; None: this source does not know.
 
         Partition, named as by `source.lag_by_partition`, -> when its first record of [start, end) was written, in
         milliseconds since 1970; a partition without one is absent. Read-only. Raises Unreachable.
@@ -254,12 +253,12 @@ class SourceDriver(ABC):
         return None
 
     def held_back(self) -> HeldBack | None:
-        """What open transactions hide from this source; None: none can, or it cannot tell. Read-only. Raises
+        """What open transactions hide from this source; None: none can, or it does not know. Read-only. Raises
         Unreachable."""
         return None
 
     def retained(self, at: Offsets) -> Retained | None:  # noqa: ARG002
-        """What this source still has from a position on; None: it cannot tell. Read-only. Raises Unreachable."""
+        """What this source still has from a position on; None: it does not know. Read-only. Raises Unreachable."""
         return None
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:  # noqa: ARG002
@@ -365,7 +364,7 @@ class Source(ABC):
         return {n: self.earlier(at[n], to) if isinstance(to, dict) else min(at[n], to) for n, to in until.items()}
 
     def resumption(self, stopped: Offsets | str | int) -> Resumption | None:  # noqa: ARG002
-        """Where another reader stopped. Runs on the driver; read-only. None: this source cannot tell.
+        """Where another reader stopped. Runs on the driver; read-only. None: this source does not know.
 
         Args:
             stopped: the offsets in a checkpoint of Spark's own source; the name of a consumer group, refused while it
@@ -376,7 +375,7 @@ class Source(ABC):
         return None
 
     def rate(self) -> float | None:
-        """Records per second of a log's busiest partition, over its last appends. None: too few to tell.
+        """Records per second of a log's busiest partition, over its last appends. None: too few to know.
 
         Raises DeliveredError if the log cannot be read.
         """
@@ -390,7 +389,7 @@ class Source(ABC):
         return None
 
     def dedup_window(self) -> DedupWindow | None:
-        """How long messages are recognised; None: too few appends to tell, or messages without ids.
+        """How long messages are recognised; None: too few appends to know, or messages without ids.
 
         Read-only. Raises DeliveredError.
         """

@@ -28,7 +28,7 @@ from typing import IO, Any, cast
 
 import psutil
 
-from delivered.engine.owner import is_start_of, located
+from delivered.engine.owner import is_start_of, locate
 from delivered.model.errors import Unreachable
 from delivered.model.identity import Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, GRANT_WAIT_S
@@ -42,26 +42,26 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """An executor whose host died is noticed after 25 s."""
 
 
-def registered(scope: Scope, owner: Owner, driver: DriverAddress) -> Arbiter:
+def register_plan(scope: Scope, owner: Owner, driver: DriverAddress) -> Arbiter:
     """A new plan's arbiter; grants of earlier plans of the pipeline and sink are void from now on.
 
     Runs on the driver, before the batch may send.
     """
-    return _registered(f"{scope.pipeline}/{scope.sink}", owner, driver)
+    return _register(f"{scope.pipeline}/{scope.sink}", owner, driver)
 
 
-def listening(owner: Owner, driver: DriverAddress) -> Arbiter:
+def ensure_listening(owner: Owner, driver: DriverAddress) -> Arbiter:
     """The driver's arbiter, started if need be, with a token under which no shard is granted."""
-    return replace(_registered("", owner, driver), token="")
+    return replace(_register("", owner, driver), token="")
 
 
-def _registered(key: str, owner: Owner, driver: DriverAddress) -> Arbiter:
-    file, token = _file(owner), secrets.token_hex(16)
+def _register(key: str, owner: Owner, driver: DriverAddress) -> Arbiter:
+    file, token = _file_of(owner), secrets.token_hex(16)
     with contextlib.suppress(OSError, ValueError, KeyError):
-        return _plan(json.loads(_own(file)), key, token)
+        return _plan(json.loads(_read_own(file)), key, token)
     try:
-        found = _start(located(owner), driver, file)
-        _keep(file, found)
+        found = _start(locate(owner), driver, file)
+        _store(file, found)
         return _plan(found, key, token)
     except (OSError, ValueError) as error:
         raise Unreachable("ARBITER_START", host=driver.bind or driver.host, port=driver.port, error=error) from None
@@ -108,17 +108,17 @@ def _start(owner: Owner, driver: DriverAddress, file: Path) -> dict[str, str | i
     return {"host": host, "local": local, "port": int(port), "secret": secret, "pid": started.pid}
 
 
-def _file(owner: Owner) -> Path:
+def _file_of(owner: Owner) -> Path:
     return Path(tempfile.gettempdir()) / f"delivered-arbiter-{owner.id}"
 
 
-def _own(file: Path) -> str:
+def _read_own(file: Path) -> str:
     if file.stat().st_uid != os.geteuid():
         raise PermissionError(f"{file} belongs to another user")
     return file.read_text(encoding="utf-8")
 
 
-def _keep(file: Path, found: dict[str, str | int]) -> None:
+def _store(file: Path, found: dict[str, str | int]) -> None:
     """Two processes that start one at the same time use one each: a plan names its own."""
     handle, name = tempfile.mkstemp(prefix=file.name, dir=file.parent)  # readable by this user only
     with os.fdopen(handle, "w", encoding="utf-8") as out:
@@ -206,15 +206,15 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 async def _run(settings: dict[str, Any]) -> None:
-    server = await _listening(Server(settings["secret"]), settings["bind"], settings["port"])
+    server = await _listen(Server(settings["secret"]), settings["bind"], settings["port"])
     sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")  # read by the process that started this one
     sys.stdout.flush()
     async with server:
-        while _lives(settings["pid"], settings["started_ms"]):
+        while _is_alive(settings["pid"], settings["started_ms"]):
             await asyncio.sleep(_WATCH_S)
 
 
-async def _listening(server: Server, bind: str, port: int) -> asyncio.Server:
+async def _listen(server: Server, bind: str, port: int) -> asyncio.Server:
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         try:
@@ -225,7 +225,7 @@ async def _listening(server: Server, bind: str, port: int) -> asyncio.Server:
             await asyncio.sleep(_WATCH_S)  # a fixed port may still be that of the driver before this one
 
 
-def _lives(pid: int, started_ms: int) -> bool:
+def _is_alive(pid: int, started_ms: int) -> bool:
     try:
         process = psutil.Process(pid)
         return is_start_of(process, started_ms) and process.status() != psutil.STATUS_ZOMBIE

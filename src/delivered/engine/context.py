@@ -23,7 +23,7 @@ FORGET_EVERY = 64
 
 log = logging.getLogger(__name__)
 
-_NONE_TAKEN = Tolerance()
+_NO_TOLERANCE = Tolerance()
 
 _IN_WORDS = re.compile(r".*(?:with (?:id|oid|UUID)|generation) (\S+)", re.DOTALL)
 """Decisions of earlier versions also contain the name, which has several spellings: "topic t with id 3f0c"."""
@@ -66,7 +66,7 @@ class Context:
         scope: Scope,
         guarantee: Guarantee,
         owner: Owner,
-        tolerance: Tolerance = _NONE_TAKEN,
+        tolerance: Tolerance = _NO_TOLERANCE,
         transform: str = "",
     ) -> Context:
         """Connects on first use."""
@@ -185,12 +185,12 @@ class SharedStore:
             return state
         states = [state, *(ledger.look() for ledger in self._ledgers)]
         name = self._scope.sink
-        begun = max((s.begun for s in states if s.begun is not None), key=lambda b: b.batch, default=None)
-        merged = replace(state_of(self._scope, None, 0, _merged(states, name), {}, lambda _: None), begun=begun)
+        started = max((s.started for s in states if s.started is not None), key=lambda b: b.batch, default=None)
+        merged = replace(state_of(self._scope, None, 0, _merge(states, name), {}, lambda _: None), started=started)
         self._decides = state.last is not None and merged.last == state.last and not merged.followed
         carried = -1 if state.last is None else state.last.batch
         return replace(
-            state, last=merged.last, begun=begun, earlier=merged.earlier, followed=merged.followed, carried=carried
+            state, last=merged.last, started=started, earlier=merged.earlier, followed=merged.followed, carried=carried
         )
 
     def _forget(self, batch: int) -> None:
@@ -205,7 +205,7 @@ class SharedStore:
                 committer.close()
 
 
-def _merged(states: Sequence[LedgerState], sink: str) -> list[Decision]:
+def _merge(states: Sequence[LedgerState], sink: str) -> list[Decision]:
     """The newest decision of each incarnation in any of the ledgers, as the sink's own, oldest first.
 
     Sequences increase across the ledgers, as a claim reads all of them. Records of an earlier release, which lack them,
@@ -251,7 +251,7 @@ class Committers:
         """See `delivered.contract.sink.Committer`: of every sink that does."""
         count = 0
         for sink, committer in self.by_name.items():
-            match committer.settle_ends(_at(sink, decided), partial(_earlier_at, sink, earlier)):
+            match committer.settle_ends(_shards_at(sink, decided), partial(_earlier_at, sink, earlier)):
                 case Ok(lost):
                     count += lost
                 case other:
@@ -314,14 +314,14 @@ class Committers:
         return found
 
 
-def known_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
+def find_known_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
     """Targets of any batch but a start's first: those of the last decision, if it has any."""
-    return last.targets if last is not None and last.targets else _ids(_now(context))
+    return last.targets if last is not None and last.targets else _target_ids(_read_targets(context))
 
 
-def decided_targets(context: Context, last: Decision | None, planned: Mapping[str, str]) -> Mapping[str, str]:
+def find_decided_targets(context: Context, last: Decision | None, planned: Mapping[str, str]) -> Mapping[str, str]:
     """Targets for a batch's decision, as planned; read again if its tasks may have created some."""
-    return planned if planned and last is not None else {**_ids(_now(context)), **planned}
+    return planned if planned and last is not None else {**_target_ids(_read_targets(context)), **planned}
 
 
 def check_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
@@ -336,9 +336,9 @@ def check_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
     Raises:
         TargetChanged: a target was recreated, or is missing, and the user did not accept that.
     """
-    now = _now(context)
+    now = _read_targets(context)
     if last is None or context.tolerance.new_target:
-        return _ids(now)
+        return _target_ids(now)
     sinks = context.sinks
     for sink, before in sorted(last.targets.items()):
         if sink in sinks and not (sink in now and same_target(before, now[sink])):
@@ -353,7 +353,7 @@ def check_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
                 state=state,
                 records=last.account(sink).total.count,
             )
-    return _ids(now)
+    return _target_ids(now)
 
 
 def same_target(before: str, now: Target) -> bool:
@@ -363,15 +363,15 @@ def same_target(before: str, now: Target) -> bool:
     return before == now.id
 
 
-def _ids(targets: Mapping[str, Target]) -> Mapping[str, str]:
+def _target_ids(targets: Mapping[str, Target]) -> Mapping[str, str]:
     return {sink: target.id for sink, target in targets.items()}
 
 
-def _now(context: Context) -> Mapping[str, Target]:
+def _read_targets(context: Context) -> Mapping[str, Target]:
     return context.committers.targets()
 
 
-def _at(sink: str, shards: Shards) -> Shards:
+def _shards_at(sink: str, shards: Shards) -> Shards:
     return [(work, p) for work, p in shards if p.sink == sink]
 
 

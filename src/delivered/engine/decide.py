@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import tenacity
 
-from delivered.engine.context import Context, decided_targets, known_targets
+from delivered.engine.context import Context, find_decided_targets, find_known_targets
 from delivered.model.capability import Guarantee
 from delivered.model.errors import (
     DeliveredError,
@@ -95,17 +95,17 @@ def commit_batch(
             Nothing was applied.
         OutcomeUnknown, PromiseBroken: the next start finishes the batch.
     """
-    shards = checked(context, batch, messages)
+    shards = check_messages(context, batch, messages)
     state = context.ledger.resume(context.owner.id, shards[0].plan.epoch if shards else None)
-    _same_claim(state, batch, shards)
+    _check_claim(state, batch, shards)
     last = state.last
     if last is not None and last.batch > batch:
         raise InvariantBroken("DECISION_OLD", batch=batch, newest=last.batch)
-    if run and (again := last.archived if last is not None else state.archived) is not None and repeats(shards):
+    if run and (again := last.archived if last is not None else state.archived) is not None and is_repeated(shards):
         try:
             check_same_rows(context, again, shards)
         except DeliveredError:
-            _abort(context, orphans(shards, last) if last else list(written(shards)))
+            _abort(context, find_orphans(shards, last) if last else list(collect_participants(shards)))
             raise
         if all(m.did is Action.COMPARE for m in shards):
             return None
@@ -113,31 +113,31 @@ def commit_batch(
         try:
             check_same_state(last, shards, run=run)
         except DeliveredError:
-            _abort(context, orphans(shards, last))
+            _abort(context, find_orphans(shards, last))
             raise
         if all_skipped(shards):
             return None
-        new = orphans(shards, last)
+        new = find_orphans(shards, last)
         if not (shards and shards[0].plan.rewrite and new):
             # Already committed; this is a repeated call. Anything prepared since is undecided.
             _abort(context, new)
             _apply(context, last)
             return last
-        decision = repaired(context, last, shards)
+        decision = build_revision(context, last, shards)
     else:
-        complete(context, batch, shards)
-        decision = _decision(context, batch, offsets, shards, state)
+        check_complete(context, batch, shards)
+        decision = _build_decision(context, batch, offsets, shards, state)
     began = time.monotonic()
     after = shards[0].plan.after if shards else -1
-    _decide(context, decision, orphans(shards, last) if last else list(written(shards)), after)
+    _decide(context, decision, find_orphans(shards, last) if last else list(collect_participants(shards)), after)
     decided = time.monotonic()
     _apply(context, decision)
     applied = time.monotonic()
     if len(context.sinks) > 1 and parts(decision.guarantee).apply is not None:
         ms = (applied - decided) * 1000
         log.info("batch %d: visible at all %d sinks %.1f ms after its decision", batch, len(context.sinks), ms)
-    _tidy(context, decision, shards, run)
-    report(_report(decision, shards, decided - began, applied - decided))
+    _abort_leftovers(context, decision, shards, run)
+    report(_build_report(decision, shards, decided - began, applied - decided))
     return decision
 
 
@@ -167,11 +167,11 @@ def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> No
     last = state.last
     for m in shards:
         if last is None or m.plan.batch > last.batch:
-            _abort(context, written([m]))
+            _abort(context, collect_participants([m]))
         elif m.plan.batch == last.batch:
-            _abort(context, orphans([m], last))
+            _abort(context, find_orphans([m], last))
     if None in messages:
-        _abort_unheard(context, shards[0].plan.batch, [*([last] if last is not None else []), *state.earlier])
+        _abort_without_message(context, shards[0].plan.batch, [*([last] if last is not None else []), *state.earlier])
 
 
 def abort_unreported(context: Context, plan: BatchPlan) -> None:
@@ -182,7 +182,7 @@ def abort_unreported(context: Context, plan: BatchPlan) -> None:
     try:
         state = context.ledger.resume(context.owner.id)
         if state.epoch == plan.epoch:
-            _abort_unheard(context, plan.batch, state.oldest_first)
+            _abort_without_message(context, plan.batch, state.oldest_first)
     except DeliveredError as error:
         log.warning("batch %d: prepared participants were not aborted: %s", plan.batch, error)
 
@@ -200,20 +200,20 @@ def _abort_superseded(context: Context, shards: Sequence[ShardMessage]) -> None:
         return
     for m in shards:
         if m.plan.batch in decided:
-            _abort(context, orphans([m], decided[m.plan.batch]))
+            _abort(context, find_orphans([m], decided[m.plan.batch]))
         elif not decided or m.plan.batch > min(decided):  # older decisions are no longer kept
-            _abort(context, written([m]))
+            _abort(context, collect_participants([m]))
 
 
-def _same_claim(state: LedgerState, batch: int, shards: Sequence[ShardMessage]) -> None:
+def _check_claim(state: LedgerState, batch: int, shards: Sequence[ShardMessage]) -> None:
     if shards and shards[0].plan.epoch != state.epoch:
         raise Fenced("PLAN_OUTDATED", batch=batch, epoch=shards[0].plan.epoch, state_epoch=state.epoch)
 
 
-def _decision(
+def _build_decision(
     context: Context, batch: int, offsets: str, shards: Sequence[ShardMessage], state: LedgerState
 ) -> Decision:
-    participants, last = written(shards), state.last
+    participants, last = collect_participants(shards), state.last
 
     def account(sink: str) -> Account:
         before = last.account(sink) if last else Account()
@@ -221,6 +221,9 @@ def _decision(
         return Account(total, sum((m.given_up.get(sink, Fingerprint()) for m in shards), before.given_up))
 
     sinks = {*context.sinks, *(last.accounts if last else ())}
+    targets = (
+        find_decided_targets(context, last, shards[0].plan.targets) if shards else find_known_targets(context, last)
+    )
     return Decision(
         scope=context.scope,
         owner=context.owner.id,
@@ -230,14 +233,14 @@ def _decision(
         participants=participants,
         accounts={sink: account(sink) for sink in sorted(sinks)},
         decided_at_ms=time.time_ns() // 1_000_000,
-        targets=decided_targets(context, last, shards[0].plan.targets) if shards else known_targets(context, last),
+        targets=targets,
         transforms=transforms_after(last, context.transform, batch),
         sequence=state.next_sequence,
     )
 
 
-def _report(decision: Decision, shards: Sequence[ShardMessage], decide_s: float, apply_s: float) -> BatchReport:
-    new = written(shards)
+def _build_report(decision: Decision, shards: Sequence[ShardMessage], decide_s: float, apply_s: float) -> BatchReport:
+    new = collect_participants(shards)
     return BatchReport(
         batch=decision.batch,
         decided_at_ms=decision.decided_at_ms,
@@ -280,7 +283,7 @@ def _decide(context: Context, decision: Decision, new: Sequence[Prepared], after
         if not isinstance(outcome, Unknown):
             break
         with within(OUTAGE_PATIENCE_S):
-            outcome = _look(context, decision, outcome)
+            outcome = _fence_and_look(context, decision, outcome)
         if not isinstance(outcome, Failed) or time.monotonic() > deadline:
             break
         # Fenced and checked: the decision was not and cannot be written. The batch may be decided again.
@@ -294,20 +297,20 @@ def _decide(context: Context, decision: Decision, new: Sequence[Prepared], after
             with within(CONNECT_TIMEOUT_S):  # the wait for a server that is away is over
                 _abort(context, new)
             raise DeliveredError(
-                "DECISION_FAILED", batch=decision.batch, reason=reason, consequence=_LEFT_BY_FAILURE[decision.guarantee]
+                "DECISION_FAILED", batch=decision.batch, reason=reason, consequence=_CONSEQUENCES[decision.guarantee]
             )
         case Unknown(reason):
             raise OutcomeUnknown("DECISION_UNKNOWN", batch=decision.batch, reason=reason)
 
 
-_LEFT_BY_FAILURE = {
+_CONSEQUENCES = {
     Guarantee.EXACTLY_ONCE: "None of its new rows is visible; the batch runs again.",
     Guarantee.AT_LEAST_ONCE: "Its records are in the sink; the batch runs again and repeats them.",
     Guarantee.AT_MOST_ONCE: "Its records are in the sink; the next start counts them as given up.",
 }
 
 
-def _look(context: Context, decision: Decision, unknown: Unknown) -> Ok[None] | Failed | Unknown:
+def _fence_and_look(context: Context, decision: Decision, unknown: Unknown) -> Ok[None] | Failed | Unknown:
     """Fence a decision in flight, then check whether it was written."""
     try:
         last = context.ledger.claim(context.owner).last
@@ -334,19 +337,19 @@ def _apply(context: Context, decision: Decision) -> None:
     if step is None:
         return
     broken = apply_decided(context, decision, step)
-    expired = [(p.shard, decision.scope_of(p).sink) for p in not_visible(context, decision, broken)]
+    expired = [(p.shard, decision.scope_of(p).sink) for p in find_invisible(context, decision, broken)]
     if expired:
         text = ", ".join(f"{shard} at {sink!r}" for shard, sink in expired[:50])
         raise PromiseBroken("PROMISE_EXPIRED", batch=decision.batch, text=text)
 
 
-def _tidy(context: Context, decision: Decision, shards: Sequence[ShardMessage], run: bool) -> None:
+def _abort_leftovers(context: Context, decision: Decision, shards: Sequence[ShardMessage], run: bool) -> None:
     """Abort participants that failed attempts of this batch left open. A run has no next batch that would find more."""
-    if parts(decision.guarantee).apply is not None and (run or ran_again(shards)):
-        _abort_unheard(context, decision.batch, [decision])
+    if parts(decision.guarantee).apply is not None and (run or may_have_rerun(shards)):
+        _abort_without_message(context, decision.batch, [decision])
 
 
-def _abort_unheard(context: Context, batch: int, keep: Sequence[Decision]) -> None:
+def _abort_without_message(context: Context, batch: int, keep: Sequence[Decision]) -> None:
     """Abort participants of tasks that sent no message. The next start aborts what is still open."""
     try:
         abort_orphans(context, *keep)
@@ -360,7 +363,7 @@ LOST = "source"
 """Reason of what is given up because the source no longer has it (`Prepared.given_up`)."""
 
 
-def checked(context: Context, batch: int, messages: Sequence[ShardMessage | None]) -> list[ShardMessage]:
+def check_messages(context: Context, batch: int, messages: Sequence[ShardMessage | None]) -> list[ShardMessage]:
     """The messages in shard order, one per shard, all of this batch, claim and driver.
 
     Raises:
@@ -394,7 +397,7 @@ def checked(context: Context, batch: int, messages: Sequence[ShardMessage | None
     return shards
 
 
-def written(messages: Sequence[ShardMessage]) -> tuple[Prepared, ...]:
+def collect_participants(messages: Sequence[ShardMessage]) -> tuple[Prepared, ...]:
     return tuple(p for m in messages for p in m.participants)
 
 
@@ -402,7 +405,7 @@ def all_skipped(messages: Sequence[ShardMessage]) -> bool:
     return bool(messages) and all(m.did in (Action.SKIP, Action.COMPARE) for m in messages)
 
 
-def repeats(messages: Sequence[ShardMessage]) -> bool:
+def is_repeated(messages: Sequence[ShardMessage]) -> bool:
     """Whether the run was decided before it was planned. Without tasks, there is nothing to compare."""
     return not messages or any(m.did is Action.COMPARE for m in messages)
 
@@ -414,7 +417,7 @@ def check_same_rows(context: Context, decided: Archived, messages: Sequence[Shar
         Refused: it has other rows. None of them was written.
     """
     rows = sum((m.compared[context.scope.sink] for m in messages if m.did is Action.COMPARE), Fingerprint())
-    rows += sum((p.fingerprint for p in written(messages) if p.sink == context.scope.sink), Fingerprint())
+    rows += sum((p.fingerprint for p in collect_participants(messages) if p.sink == context.scope.sink), Fingerprint())
     if decided.holds(rows):
         return
     count = "different ones" if rows.count == decided.rows else str(rows.count)
@@ -428,7 +431,7 @@ def check_same_rows(context: Context, decided: Archived, messages: Sequence[Shar
     )
 
 
-def ran_again(messages: Sequence[ShardMessage]) -> bool:
+def may_have_rerun(messages: Sequence[ShardMessage]) -> bool:
     """Whether more tasks of the batch may have run than those that report.
 
     Attempts are numbered from 0 again when Spark reruns a stage (P31), but the numbers of its tasks have a gap then,
@@ -440,7 +443,7 @@ def ran_again(messages: Sequence[ShardMessage]) -> bool:
 
 def check_same_state(decided: Decision, messages: Sequence[ShardMessage], *, run: bool) -> None:
     """Check that the rerun of a decided batch of a stateful query has the same rows, as Spark commits the rerun's
-    state. Rows may have moved to another shard. `repaired` compares rewritten shards.
+    state. Rows may have moved to another shard. `build_revision` compares rewritten shards.
 
     Raises:
         ReplayDiffers: it has other rows. Nothing was applied, and Spark does not commit the batch.
@@ -457,9 +460,9 @@ def check_same_state(decided: Decision, messages: Sequence[ShardMessage], *, run
         if decided.guarantee is Guarantee.AT_MOST_ONCE:
             # Only the row count of a given-up shard is known.
             after = {shard: after.get(shard, none) for shard in before}
-        if _same(sum(before.values(), none), sum(after.values(), none)):
+        if _same_rows(sum(before.values(), none), sum(after.values(), none)):
             continue
-        differing = [n for n in sorted({*before, *after}) if not _same(before.get(n, none), after.get(n, none))]
+        differing = [n for n in sorted({*before, *after}) if not _same_rows(before.get(n, none), after.get(n, none))]
         shard = differing[0]
         dropped = sorted(messages[0].plan.rewrite)
         raise ReplayDiffers(
@@ -479,7 +482,7 @@ def check_same_state(decided: Decision, messages: Sequence[ShardMessage], *, run
         )
 
 
-def complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> None:
+def check_complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> None:
     """Check that every shard of a new batch was written to every sink, or given up where allowed.
 
     Raises:
@@ -496,13 +499,13 @@ def complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> 
             )
 
 
-def orphans(messages: Sequence[ShardMessage], decision: Decision) -> list[Prepared]:
+def find_orphans(messages: Sequence[ShardMessage], decision: Decision) -> list[Prepared]:
     """Prepared participants that the decision does not name."""
     kept = {_key(p) for p in decision.participants}
-    return [p for p in written(messages) if p.handle and _key(p) not in kept]
+    return [p for p in collect_participants(messages) if p.handle and _key(p) not in kept]
 
 
-def repaired(context: Context, last: Decision, messages: Sequence[ShardMessage]) -> Decision:
+def build_revision(context: Context, last: Decision, messages: Sequence[ShardMessage]) -> Decision:
     """The next revision of the decision, with new participants replacing those that timed out.
 
     A shard that comes back shorter was decided with records that the source no longer has. The rest is written, and the
@@ -514,11 +517,11 @@ def repaired(context: Context, last: Decision, messages: Sequence[ShardMessage])
         InvariantBroken: a shard that had to be rewritten was not.
     """
     plan = messages[0].plan
-    new = {(p.shard, p.sink): p for p in written(messages)}
+    new = {(p.shard, p.sink): p for p in collect_participants(messages)}
     try:
-        missing = _missing(last, plan.rewrite, messages)
+        missing = _find_missing(last, plan.rewrite, messages)
         if missing and not context.tolerance.lost_records:
-            raise _records_missing(context, last, missing)
+            raise _build_error(context, last, missing)
     except InvariantBroken:
         for p in new.values():
             if p.handle:
@@ -548,7 +551,7 @@ def repaired(context: Context, last: Decision, messages: Sequence[ShardMessage])
     )
 
 
-def _same(decided: Fingerprint, now: Fingerprint) -> bool:
+def _same_rows(decided: Fingerprint, now: Fingerprint) -> bool:
     """Whether the rows are the same, as far as `now`, which may be only a count, shows."""
     return now in (decided, Fingerprint(decided.count))
 
@@ -557,7 +560,7 @@ def _key(p: Prepared) -> tuple[int, str, str]:
     return p.shard, p.sink, str(sorted(p.handle.items()))
 
 
-def _missing(
+def _find_missing(
     last: Decision, rewrite: Mapping[int, frozenset[str]], messages: Sequence[ShardMessage]
 ) -> dict[tuple[int, str], int]:
     """(shard, sink) -> number of decided records that the rerun lacks. Raises if it differs in any other way."""
@@ -567,17 +570,17 @@ def _missing(
         raise ReplayDiffers(
             "REPLAY_SHARDS_DIFFER", batch=last.batch, shards=shards, current=len(messages), rewrite=sorted(rewrite)
         )
-    if {(p.shard, p.sink) for p in written(messages)} != {
+    if {(p.shard, p.sink) for p in collect_participants(messages)} != {
         (shard, s) for shard, sinks in rewrite.items() for s in sinks
     }:
         raise InvariantBroken(
             "REWRITE_INCOMPLETE",
             batch=last.batch,
             shards=sorted(rewrite),
-            written=sorted(p.shard for p in written(messages)),
+            written=sorted(p.shard for p in collect_participants(messages)),
         )
     missing: dict[tuple[int, str], int] = {}
-    for p in written(messages):
+    for p in collect_participants(messages):
         before = decided[p.shard, p.sink]
         if p.fingerprint.count < before.count:
             missing[p.shard, p.sink] = before.count - p.fingerprint.count
@@ -593,19 +596,19 @@ def _missing(
     return missing
 
 
-def _records_missing(context: Context, last: Decision, missing: Mapping[tuple[int, str], int]) -> ReplayDiffers:
+def _build_error(context: Context, last: Decision, missing: Mapping[tuple[int, str], int]) -> ReplayDiffers:
     parts = [f"{n:,} of shard {shard} at sink {sink!r}" for (shard, sink), n in sorted(missing.items())]
     return ReplayDiffers(
         "REPLAY_RECORDS_MISSING",
         batch=last.batch,
         missing=sum(missing.values()),
         parts=", ".join(parts[:20]),
-        start=shown(_start_of(context, last)),
+        start=shown(_find_start(context, last)),
         end=shown(last.offsets),
     )
 
 
-def _start_of(context: Context, last: Decision) -> str:
+def _find_start(context: Context, last: Decision) -> str:
     """Where the previous batch ended, if the ledger still says so."""
     with suppress(DeliveredError):
         for decision in context.ledger.history():
@@ -633,7 +636,7 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
         work = decision.work(prepared)
         facts = {"batch": decision.batch, "shard": prepared.shard, "sink": work.scope.sink}
         reach(step, Moment.BEFORE, **facts)
-        match _settle(context, work, prepared):
+        match _commit_until_known(context, work, prepared):
             case Ok():
                 reach(step, Moment.AFTER, **facts)
                 return None
@@ -662,7 +665,9 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
     return failed + [p for p in broken if p is not None]
 
 
-def not_visible(context: Context, decision: Decision, broken: Sequence[Prepared], *others: Decision) -> list[Prepared]:
+def find_invisible(
+    context: Context, decision: Decision, broken: Sequence[Prepared], *others: Decision
+) -> list[Prepared]:
     """Of participants that were not applied, those whose rows are certainly not visible.
 
     Args:
@@ -713,16 +718,16 @@ def settle_ends(context: Context, state: LedgerState, *, first: bool) -> None:
         OutcomeUnknown: the sink did not answer. DeliveredError: a transaction hangs and cannot be ended.
     """
     if not first and (
-        state.last is None or context.committers.ends_hold([p for _, p in _participants(context, state.last)])
+        state.last is None or context.committers.ends_hold([p for _, p in _present_participants(context, state.last)])
     ):
         return
     *older, newest = [None, *state.oldest_first]
 
     def earlier() -> list[Prepared]:
         decisions = [*filter(None, older), *(d for d in context.ledger.history() if d != newest)]
-        return [p for d in decisions for _, p in _participants(context, d)]
+        return [p for d in decisions for _, p in _present_participants(context, d)]
 
-    match context.committers.settle_ends([] if newest is None else _participants(context, newest), earlier):
+    match context.committers.settle_ends([] if newest is None else _present_participants(context, newest), earlier):
         case Ok(lost):
             if lost:
                 log.warning("%d transactions were still open although their end was confirmed; ended them", lost)
@@ -742,9 +747,9 @@ def confirm_logged(context: Context, logged: Decision) -> None:
     """
     if StepId.RECOVER_APPLY not in RECOVERY[logged.guarantee]:
         return
-    known = tuple(p for _, p in _participants(context, logged))
+    known = tuple(p for _, p in _present_participants(context, logged))
     broken = apply_decided(context, replace(logged, participants=known), StepId.RECOVER_APPLY)
-    missing = sorted({p.shard for p in not_visible(context, logged, broken)})
+    missing = sorted({p.shard for p in find_invisible(context, logged, broken)})
     if missing and not context.tolerance.missing_ledger:
         raise PromiseBroken(
             "LOGGED_BATCH_LOST",
@@ -755,7 +760,7 @@ def confirm_logged(context: Context, logged: Decision) -> None:
         )
 
 
-def _settle(context: Context, work: Work, prepared: Prepared) -> Outcome[None]:
+def _commit_until_known(context: Context, work: Work, prepared: Prepared) -> Outcome[None]:
     """Retry until the outcome is known. Safe: `Committer.commit` is idempotent for a participant."""
     asking = tenacity.Retrying(
         retry=tenacity.retry_if_result(lambda outcome: isinstance(outcome, Unknown)),
@@ -768,6 +773,6 @@ def _settle(context: Context, work: Work, prepared: Prepared) -> Outcome[None]:
     return outcome
 
 
-def _participants(context: Context, decision: Decision) -> list[tuple[Work, Prepared]]:
+def _present_participants(context: Context, decision: Decision) -> list[tuple[Work, Prepared]]:
     """Those of present sinks: others could be changed since the batch was finished."""
     return [(decision.work(p), p) for p in decision.participants if p.handle and p.sink in context.sinks]

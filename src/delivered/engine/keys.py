@@ -39,7 +39,7 @@ _TIME_MAX = (1 << 63) - 1
 """In microseconds: what a database stores as a number."""
 
 
-def one_of_each_key(sinks: Sinks, batches: Iterator[Rows]) -> Iterator[Rows]:
+def check_keys_unique(sinks: Sinks, batches: Iterator[Rows]) -> Iterator[Rows]:
     """Pass the rows through unchanged. The sink detects a key in two shards.
 
     Memory: 16 bytes per row of the shard, and at its end 60 (measured: 279 MiB for 5 million rows). The keys themselves
@@ -59,7 +59,7 @@ def one_of_each_key(sinks: Sinks, batches: Iterator[Rows]) -> Iterator[Rows]:
             keys.check()
 
 
-def without_seen(
+def drop_seen(
     memory: KeyMemory, batch: int, within_us: int, rows: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """The rows that duplicate no row of earlier batches or this one, without the helper columns.
@@ -72,11 +72,11 @@ def without_seen(
     2  dedup.note   the admitted ones are recorded durably, but do not count yet
     3  pass them on
     """
-    with contextlib.closing(_Waiting()) as waiting:
+    with contextlib.closing(_SpilledRows()) as waiting:
         for part in rows:
             waiting.add(part)
         keys, codes = waiting.keys()
-        chosen = _choose(codes, waiting.columns(), memory.known(batch, keys), keys, within_us)
+        chosen = _admit(codes, waiting.columns(), memory.known(batch, keys), keys, within_us)
         reach(StepId.DEDUP_NOTE, Moment.BEFORE, batch=batch)
         named = [keys[c] for c in chosen.codes]
         # The greatest time has no end: it is recognized all the same, as the time is at most `within_us` before that.
@@ -140,7 +140,7 @@ class _Keys:
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _Admitted:
     """
     Attributes:
         gets_in: per row, in order of arrival.
@@ -160,9 +160,9 @@ class _Columns:
     tie: Int64
 
 
-def _choose(
+def _admit(
     codes: Int64, columns: _Columns, known: dict[bytes, list[int]], keys: Sequence[bytes], within_us: int
-) -> _Chosen:
+) -> _Admitted:
     """For each key, in time order: a record is admitted if no remembered or previously admitted one is within
     `within_us` of it. A record without a time is admitted if it is the only one of its key."""
     gets_in = codes < 0
@@ -193,10 +193,10 @@ def _choose(
             gets_in[row] = True
         found_codes += [code] * len(let_in)
         found_times += let_in
-    return _Chosen(gets_in, found_codes, found_times)
+    return _Admitted(gets_in, found_codes, found_times)
 
 
-class _Waiting:
+class _SpilledRows:
     """Rows of one partition, spilled beyond `SPILL_BYTES`; their helper columns in memory, about 60 bytes per row."""
 
     def __init__(self) -> None:

@@ -22,27 +22,27 @@ def new_owner(jvm: psutil.Process | None) -> Owner:
         jvm: of the driver; None: it is remote (Spark Connect), and each of its processes finds it itself.
     """
     owner = Owner(uuid.uuid4().hex)
-    return owner if jvm is None else _at(owner, jvm)
+    return owner if jvm is None else _place(owner, jvm)
 
 
-def located(owner: Owner) -> Owner:
+def locate(owner: Owner) -> Owner:
     """The same owner, with host and process of its JVM filled in. Runs in a process of the driver."""
-    return replace(owner, host=socket.gethostname()) if owner.process else _at(owner, _above())
+    return replace(owner, host=socket.gethostname()) if owner.process else _place(owner, _find_jvm())
 
 
-def living(owner: Owner | None, jvm: psutil.Process | None = None) -> Owner | None:
+def find_living(owner: Owner | None, jvm: psutil.Process | None = None) -> Owner | None:
     """The owner, if it is another live driver on this machine. Drivers on other machines are not visible, but fenced
     by the ledger.
 
     Args:
         jvm: of the session that will run the pipeline.
     """
-    if owner is None or not running(owner) or owner.process in _own_processes():
+    if owner is None or not is_running(owner) or owner.process in _own_processes():
         return None
     return None if jvm is not None and owner.process == jvm.pid else owner
 
 
-def running(owner: Owner | None) -> bool | None:
+def is_running(owner: Owner | None) -> bool | None:
     """Whether the owner's process lives; None: it was on another machine, or there is none."""
     if owner is None or owner.host != socket.gethostname():
         return None
@@ -53,7 +53,7 @@ def running(owner: Owner | None) -> bool | None:
         return False
 
 
-def _at(owner: Owner, process: psutil.Process) -> Owner:
+def _place(owner: Owner, process: psutil.Process) -> Owner:
     return replace(owner, host=socket.gethostname(), process=process.pid, started_ms=started_ms(process))
 
 
@@ -74,7 +74,7 @@ def is_start_of(process: psutil.Process, at_ms: int) -> bool:
 
 
 @cache
-def _above() -> psutil.Process:
+def _find_jvm() -> psutil.Process:
     """The JVM that is an ancestor of this worker, else this process. Looked up once: workers that outlive Python's
     daemon have no such ancestor."""
     own = psutil.Process(os.getpid())

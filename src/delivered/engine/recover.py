@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from delivered.engine.context import Context, check_targets, known_targets
+from delivered.engine.context import Context, check_targets, find_known_targets
 from delivered.engine.decide import (
     abort_late_orphans,
     abort_orphans,
@@ -14,7 +14,7 @@ from delivered.engine.decide import (
     confirm_logged,
     settle_ends,
 )
-from delivered.engine.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, Verdict, judge
+from delivered.engine.rules import ArchivedRun, DecidedBatch, NewBatch, StartedBatch, Verdict, judge
 from delivered.ledger import Ledger
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, LedgerAhead, LedgerBehind, OutcomeUnknown, PromiseBroken, Refused
@@ -23,7 +23,7 @@ from delivered.model.limits import OUTAGE_PATIENCE_S
 from delivered.model.options import shown
 from delivered.model.patience import within
 from delivered.model.step import RECOVERY, Moment, StepId, parts, reach
-from delivered.model.work import Action, BatchPlan, Begun, CheckpointView, Decision, Failed, LedgerState, Ok, Unknown
+from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Failed, LedgerState, Ok, Started, Unknown
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def plan_batch(
         # A claim's own record proves that what is read after it is the newest: no replica lags behind it.
         first, state = True, _claim(context, view)
         verdict = _judge(context, view, state)
-    targets = check_targets(context, state.last) if first else known_targets(context, state.last)
+    targets = check_targets(context, state.last) if first else find_known_targets(context, state.last)
     reach(StepId.RECOVER_CHECK, Moment.AFTER, batch=view.batch)
     settle_ends(context, state, first=first)
     guarantee, action, rewrite = context.guarantee, Action.WRITE, dict[int, frozenset[str]]()
@@ -86,22 +86,22 @@ def plan_batch(
         case DecidedBatch(decision):
             log.info("batch %d was decided; finishing it", view.batch, extra={"step": StepId.RECOVER_APPLY})
             newest = state.earlier[0] if state.earlier and (view.run or state.followed) else None
-            rewrite = _finish(context, decision, newest, followed=bool(state.followed))
+            rewrite = _finish_decided(context, decision, newest, followed=bool(state.followed))
             if state.followed and not view.run:
-                _undo(context, newest)
+                _finish_earlier(context, newest)
             guarantee, action = decision.guarantee, Action.COMPARE if view.run or keeps_state() else Action.SKIP
         case ArchivedRun():
-            _undo(context, state.earlier[0] if state.earlier else None)
+            _finish_earlier(context, state.earlier[0] if state.earlier else None)
             action = Action.COMPARE
-        case BegunBatch():
+        case StartedBatch():
             log.warning("batch %d was started by an earlier run; giving it up", view.batch)
             action = Action.GIVE_UP
-            _undo(context, _unfinished(state))
+            _finish_earlier(context, _find_unfinished(state))
         case NewBatch():
             if first:
                 if state.last is not None and not state.followed:
                     confirm_logged(context, state.last)
-                _undo(context, _unfinished(state))
+                _finish_earlier(context, _find_unfinished(state))
             elif state.last is not None:
                 abort_late_orphans(context, state.last)
             begin = parts(guarantee).begin
@@ -116,13 +116,13 @@ def plan_batch(
 
 
 def _judge(context: Context, view: CheckpointView, state: LedgerState) -> Verdict:
-    others = other_ledgers(context.ledger, view, state)
+    others = find_other_ledgers(context.ledger, view, state)
     return judge(state, view, context.scope, context.guarantee, context.tolerance, others)
 
 
-def other_ledgers(ledger: Ledger, view: CheckpointView, state: LedgerState) -> Sequence[OtherLedger]:
+def find_other_ledgers(ledger: Ledger, view: CheckpointView, state: LedgerState) -> Sequence[OtherLedger]:
     """Other ledgers in the same place, if this one lacks the checkpoint it should hold, perhaps after a rename."""
-    known = state.last is not None or state.begun is not None or state.archived is not None
+    known = state.last is not None or state.started is not None or state.archived is not None
     if known or view.batch == 0:
         return ()
     try:
@@ -143,13 +143,13 @@ def _claim(context: Context, view: CheckpointView) -> LedgerState:
     return state
 
 
-def _unfinished(state: LedgerState) -> Decision | None:
+def _find_unfinished(state: LedgerState) -> Decision | None:
     """Another incarnation's decision that may not be applied yet: the newest, if it is newer than this one's. Whoever
     made it finished the earlier ones first."""
     return state.earlier[0] if state.earlier and (state.last is None or state.followed) else None
 
 
-def _finish(
+def _finish_decided(
     context: Context, decision: Decision, other: Decision | None = None, *, followed: bool = False
 ) -> dict[int, frozenset[str]]:
     """Apply a decided batch; return the shards whose prepared rows are missing, each with the sinks to rewrite it to.
@@ -160,7 +160,7 @@ def _finish(
         followed: `other` was made after `decision`, and so by an incarnation that first finished `decision`. Its
             evidence may be missing: markers are compacted.
     """
-    _known_sinks(context, decision)
+    _check_sinks(context, decision)
     keep = (decision,) if other is None else (decision, other)
     if StepId.RECOVER_APPLY not in RECOVERY[decision.guarantee]:
         abort_orphans(context, *keep)
@@ -181,7 +181,7 @@ def _finish(
     return lost
 
 
-def _known_sinks(context: Context, decision: Decision) -> None:
+def _check_sinks(context: Context, decision: Decision) -> None:
     """Participants at a sink removed since then can be neither applied nor queried."""
     removed = sorted({p.sink for p in decision.participants if p.handle} - context.sinks)
     if removed:
@@ -194,12 +194,12 @@ def _known_sinks(context: Context, decision: Decision) -> None:
         )
 
 
-def _undo(context: Context, earlier: Decision | None) -> None:
+def _finish_earlier(context: Context, earlier: Decision | None) -> None:
     """Abort undecided participants; finish what an earlier incarnation decided and did not apply."""
     if earlier is None:
         abort_orphans(context)
         return
-    lost = _finish(context, earlier)
+    lost = _finish_decided(context, earlier)
     if lost and not context.tolerance.missing_ledger:
         raise PromiseBroken(
             "EARLIER_BATCH_EXPIRED",
@@ -214,9 +214,9 @@ def _begin(context: Context, view: CheckpointView, step: StepId, state: LedgerSt
     """Record that the batch may send records; return the epoch of the claim that holds afterwards."""
     reach(step, Moment.BEFORE, batch=view.batch)
     epoch, deadline = state.epoch, time.monotonic() + OUTAGE_PATIENCE_S
-    begun = Begun(view.batch, view.offsets, state.next_sequence)
+    started = Started(view.batch, view.offsets, state.next_sequence)
     while True:
-        outcome = context.ledger.begin(begun)
+        outcome = context.ledger.begin(started)
         if not isinstance(outcome, Unknown) or time.monotonic() > deadline:
             break
         # Fence what may be in flight, then begin again, which does nothing if it was written.

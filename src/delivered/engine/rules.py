@@ -10,7 +10,7 @@ from delivered.model.errors import LedgerAhead, LedgerBehind, Refused
 from delivered.model.identity import OtherLedger, Scope
 from delivered.model.limits import LEDGER_INCARNATIONS
 from delivered.model.options import shown, starting_at, without_newest
-from delivered.model.work import Archived, Begun, CheckpointView, Decision, LedgerState, Tolerance
+from delivered.model.work import Archived, CheckpointView, Decision, LedgerState, Started, Tolerance
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class DecidedBatch:
 
 
 @dataclass(frozen=True)
-class BegunBatch:
+class StartedBatch:
     """at_most_once: the batch may have sent records, but was not recorded as done."""
 
-    begun: Begun
+    started: Started
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ArchivedRun:
 
 _OTHERS_SHOWN = 5
 
-Verdict = NewBatch | DecidedBatch | BegunBatch | ArchivedRun
+Verdict = NewBatch | DecidedBatch | StartedBatch | ArchivedRun
 
 
 def judge(
@@ -63,28 +63,30 @@ def judge(
         Refused: the checkpoint is new, but an earlier one already wrote to this sink; or the guarantee became stricter,
             and records of this batch may have been sent under the weaker one.
     """
-    last, begun = state.last, state.begun
+    last, started = state.last, state.started
     if last is None and state.archived is not None:
-        return _archived(state.archived, view, guarantee, tolerance)
-    newest = max((r.batch for r in (last, begun) if r is not None), default=None)
+        return _judge_archived(state.archived, view, guarantee, tolerance)
+    newest = max((r.batch for r in (last, started) if r is not None), default=None)
     if newest is not None and newest > view.batch:
         raise LedgerAhead(
             "LEDGER_AHEAD.START",
             newest=newest,
             incarnation=view.incarnation,
             batch=view.batch,
-            action=_after(last.offsets if last is not None else begun.offsets if begun is not None else ""),
+            action=_recovery_action(
+                last.offsets if last is not None else started.offsets if started is not None else ""
+            ),
         )
     if last is not None and last.batch == view.batch:
-        _same_offsets(last.offsets, view)
+        _check_offsets(last.offsets, view)
         return DecidedBatch(last)
-    if begun is not None and begun.batch == view.batch:
-        _same_offsets(begun.offsets, view)
-        return _begun(begun, guarantee, tolerance)
+    if started is not None and started.batch == view.batch:
+        _check_offsets(started.offsets, view)
+        return _judge_started(started, guarantee, tolerance)
     if newest is None:
-        if (error := renamed(view, scope, tolerance, others)) is not None:
+        if (error := find_rename(view, scope, tolerance, others)) is not None:
             raise error
-        _first_of_ledger(state, view, scope, guarantee, tolerance, others)
+        _check_first_batch(state, view, scope, guarantee, tolerance, others)
     elif (last.batch if last else -1) < view.batch - 1 - view.repartitions and not tolerance.missing_ledger:
         # Every batch that Spark logged was decided. If it only started, its decision was lost.
         raise LedgerBehind(
@@ -95,27 +97,27 @@ def judge(
         )
     if last is not None and last.guarantee is Guarantee.AT_LEAST_ONCE:
         # Under at_least_once, a batch leaves no record until it is done.
-        return _begun(Begun(view.batch, view.offsets), guarantee, tolerance)
+        return _judge_started(Started(view.batch, view.offsets), guarantee, tolerance)
     return NewBatch()
 
 
-def _begun(begun: Begun, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
+def _judge_started(started: Started, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
     """Classify a batch whose records may already have been sent."""
     match guarantee:
         case Guarantee.AT_MOST_ONCE:
-            return BegunBatch(begun)
+            return StartedBatch(started)
         case Guarantee.AT_LEAST_ONCE:
             return NewBatch()
         case Guarantee.EXACTLY_ONCE if tolerance.repeated_batch:
             return NewBatch()
         case Guarantee.EXACTLY_ONCE:
-            raise Refused("BATCH_BEGUN", batch=begun.batch)
+            raise Refused("BATCH_BEGUN", batch=started.batch)
 
 
-def _archived(archived: Archived, view: CheckpointView, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
+def _judge_archived(archived: Archived, view: CheckpointView, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
     """Classify a batch of an incarnation that the ledger has archived."""
     if not archived.decided:
-        return _begun(Begun(view.batch, view.offsets), guarantee, tolerance)
+        return _judge_started(Started(view.batch, view.offsets), guarantee, tolerance)
     if view.run:
         return ArchivedRun(archived)
     if tolerance.missing_ledger:
@@ -129,7 +131,7 @@ def _archived(archived: Archived, view: CheckpointView, guarantee: Guarantee, to
     )
 
 
-def _same_offsets(decided: str, view: CheckpointView) -> None:
+def _check_offsets(decided: str, view: CheckpointView) -> None:
     if decided != view.offsets:
         raise LedgerAhead(
             "LEDGER_AHEAD.OFFSETS",
@@ -137,11 +139,11 @@ def _same_offsets(decided: str, view: CheckpointView) -> None:
             incarnation=view.incarnation,
             decided=shown(decided),
             offsets=shown(view.offsets),
-            action=_after(decided),
+            action=_recovery_action(decided),
         )
 
 
-def _after(offsets: str) -> str:
+def _recovery_action(offsets: str) -> str:
     """How to continue after the last decided batch, without an audit."""
     return (
         "restore the newest checkpoint; or start a new one where the last decided batch ended: a new "
@@ -149,7 +151,7 @@ def _after(offsets: str) -> str:
     )
 
 
-def renamed(
+def find_rename(
     view: CheckpointView, scope: Scope, tolerance: Tolerance, others: Sequence[OtherLedger]
 ) -> LedgerBehind | None:
     """Why a checkpoint must not continue that is in the ledger under another name."""
@@ -171,7 +173,7 @@ def renamed(
     )
 
 
-def _first_of_ledger(
+def _check_first_batch(
     state: LedgerState,
     view: CheckpointView,
     scope: Scope,
@@ -204,13 +206,13 @@ def _first_of_ledger(
             offsets=shown(earlier.offsets),
             starting_offsets=starting_at(earlier.offsets),
         )
-    if state.earlier_begun:
-        incarnation, begun = state.earlier_begun[0]
+    if state.earlier_started:
+        incarnation, started = state.earlier_started[0]
         raise Refused(
             "CHECKPOINT_NEW.STARTED",
             incarnation=view.incarnation,
             started_incarnation=incarnation,
-            batch=begun.batch,
-            offsets=shown(begun.offsets),
-            starting_offsets=starting_at(begun.offsets),
+            batch=started.batch,
+            offsets=shown(started.offsets),
+            starting_offsets=starting_at(started.offsets),
         )

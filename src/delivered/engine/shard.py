@@ -78,49 +78,49 @@ def write_shard(
     if action is Action.SKIP:
         return ShardMessage(plan, shard, attempt, Action.SKIP)
     if action is Action.WRITE and plan.guarantee is Guarantee.AT_MOST_ONCE:
-        batches, some = _peeked(batches)
+        batches, some = _peek(batches)
         if some and not (may_send() if may_send is not None else attempt == 0):
             # Another attempt of this shard may have sent records; sending again could duplicate them.
             action = Action.GIVE_UP
-    lines = _lines(sinks, plan, shard)
+    shares = _build_shares(sinks, plan, shard)
     if action in (Action.COMPARE, Action.GIVE_UP):
         for rows in batches:
-            for _ in _split(lines, rows, plan.batch, shard):
+            for _ in _split(shares, rows, plan.batch, shard):
                 pass  # counted
         if action is Action.COMPARE:
-            return ShardMessage(plan, shard, attempt, action, compared=_fingerprints(lines))
-        return ShardMessage(plan, shard, attempt, action, given_up={n.scope.sink: n.total + n.dropped for n in lines})
+            return ShardMessage(plan, shard, attempt, action, compared=_fingerprints(shares))
+        return ShardMessage(plan, shard, attempt, action, given_up={n.scope.sink: n.total + n.dropped for n in shares})
     with ExitStack() as undo:
-        for line in lines:
-            if line.wanted:
-                line.open(plan, shard, attempt, schema)
-                undo.callback(line.abort)
+        for share in shares:
+            if share.wanted:
+                share.open(plan, shard, attempt, schema)
+                undo.callback(share.abort)
         began = time.monotonic()
-        _stage(lines, plan, shard, attempt, batches)
+        _stage(shares, plan, shard, attempt, batches)
         staged = time.monotonic()
         participants: list[Prepared] = []
-        for line, prepared in _prepare(lines, plan, shard, attempt):
+        for share, prepared in _prepare(shares, plan, shard, attempt):
             participants.append(prepared)
-            undo.callback(line.abort_prepared, prepared)
+            undo.callback(share.abort_prepared, prepared)
         undo.pop_all()
-    prepare_s, size = time.monotonic() - staged, sum(n.bytes for n in lines if n.writer is not None)
+    prepare_s, size = time.monotonic() - staged, sum(n.bytes for n in shares if n.writer is not None)
     # Unacknowledged records that the sink gave up: only counted, as it is unknown which they are.
-    dropped = {n.scope.sink: n.dropped for n in lines}
+    dropped = {n.scope.sink: n.dropped for n in shares}
     unanswered = {p.sink: Fingerprint(sum(p.given_up.values())) + dropped[p.sink] for p in participants}
     return ShardMessage(
-        plan, shard, attempt, Action.WRITE, tuple(participants), unanswered, _fingerprints(lines),
+        plan, shard, attempt, Action.WRITE, tuple(participants), unanswered, _fingerprints(shares),
         staged - began, prepare_s, size,
     )  # fmt: skip
 
 
-def _peeked(batches: Iterator[Rows]) -> tuple[Iterator[Rows], bool]:
+def _peek(batches: Iterator[Rows]) -> tuple[Iterator[Rows], bool]:
     """The batches from the first one with rows, and whether there is one."""
     first = next(filter(len, batches), None)
     return (iter(()), False) if first is None else (chain((first,), batches), True)
 
 
 @dataclass
-class _Line:
+class _Share:
     """One sink's share of a shard.
 
     Attributes:
@@ -177,7 +177,7 @@ class _Line:
             if error.code != ROW_UNWRITABLE:
                 raise
             for first, some in reversed(self.recent):
-                if (refused := refused_row(self.member.sink, some)) is not None:
+                if (refused := find_refused_row(self.member.sink, some)) is not None:
                     at, reason = refused
                     raise unwritable(f"Row {first + at} of the shard, {reason}") from error
             raise
@@ -206,84 +206,84 @@ class _Line:
             )
 
 
-def _fingerprints(lines: Sequence[_Line]) -> dict[str, Fingerprint]:
+def _fingerprints(shares: Sequence[_Share]) -> dict[str, Fingerprint]:
     """Dead letters are only counted: they contain row numbers, and rows may arrive in another order."""
-    read = [n for n in lines if n.writer is None]
+    read = [n for n in shares if n.writer is None]
     return {n.scope.sink: Fingerprint(n.total.count) if n.member.dead_letters else n.total for n in read}
 
 
-def _lines(sinks: Sinks, plan: BatchPlan, shard: int) -> list[_Line]:
+def _build_shares(sinks: Sinks, plan: BatchPlan, shard: int) -> list[_Share]:
     """One per sink that this shard is written to; with dead letters, also those that reject rows; all sinks if the
     batch's rows are compared."""
     rewritten = plan.rewrite.get(shard)
     written = [m for m in sinks.members if rewritten is None or m.name in rewritten]
-    lines = []
+    shares = []
     every = plan.action is Action.COMPARE or any(m.dead_letters for m in written)
     for member in sinks.members if every else written:
         scope = replace(plan.scope, sink=member.name)
-        lines.append(_Line(member, scope, fingerprint_seed(scope), sinks.on_bad_row, member in written))
-    return lines
+        shares.append(_Share(member, scope, fingerprint_seed(scope), sinks.on_bad_row, member in written))
+    return shares
 
 
-def _split(lines: Sequence[_Line], rows: Rows, batch: int, shard: int) -> Iterator[tuple[_Line, pa.RecordBatch]]:
+def _split(shares: Sequence[_Share], rows: Rows, batch: int, shard: int) -> Iterator[tuple[_Share, pa.RecordBatch]]:
     """Each sink's good rows, counted, in sink order; the dead letters come last."""
     letters = []
-    for line in (n for n in lines if not n.member.dead_letters):
-        own = line.member.routed(rows)
-        if line.on_bad_row is not OnBadRow.FAIL:
-            own = validated(line.member.sink, own)
-        if line.on_bad_row is OnBadRow.DROP:
-            line.dropped += Fingerprint(len(rows.rejected) + len(own.rejected))
+    for share in (n for n in shares if not n.member.dead_letters):
+        own = share.member.routed(rows)
+        if share.on_bad_row is not OnBadRow.FAIL:
+            own = validate(share.member.sink, own)
+        if share.on_bad_row is OnBadRow.DROP:
+            share.dropped += Fingerprint(len(rows.rejected) + len(own.rejected))
         elif own.rejected:
-            letters.append(dead_letters(line.scope, own.rejected, batch, shard, line.rows))
-        line.rows += len(own)
+            letters.append(build_dead_letters(share.scope, own.rejected, batch, shard, share.rows))
+        share.rows += len(own)
         if own.good.num_rows:
-            yield line, line.count(own.good)
-    for line in (n for n in lines if n.member.dead_letters):
+            yield share, share.count(own.good)
+    for share in (n for n in shares if n.member.dead_letters):
         if rows.rejected:
-            letters.insert(0, dead_letters(line.scope, rows.rejected, batch, shard, line.rows))
-            line.rows += len(rows.rejected)
+            letters.insert(0, build_dead_letters(share.scope, rows.rejected, batch, shard, share.rows))
+            share.rows += len(rows.rejected)
         for written in letters:
-            yield line, line.count(line.member.routed(Rows(written)).good)
+            yield share, share.count(share.member.routed(Rows(written)).good)
 
 
-def _stage(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int, batches: Iterator[Rows]) -> None:
+def _stage(shares: Sequence[_Share], plan: BatchPlan, shard: int, attempt: int, batches: Iterator[Rows]) -> None:
     write = parts(plan.guarantee).write
     facts = {"batch": plan.batch, "shard": shard, "attempt": attempt}
     reach(write, Moment.BEFORE, **facts)
     for batch in batches:
-        for line, rows in _split(lines, batch, plan.batch, shard):
-            if line.writer is not None:
-                with line.naming_the_row(rows):
-                    line.writer.stage(rows)
-                reach(write, Moment.AFTER, rows=line.total.count, sink=line.scope.sink, **facts)
+        for share, rows in _split(shares, batch, plan.batch, shard):
+            if share.writer is not None:
+                with share.naming_the_row(rows):
+                    share.writer.stage(rows)
+                reach(write, Moment.AFTER, rows=share.total.count, sink=share.scope.sink, **facts)
 
 
-def _prepare(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int) -> Iterator[tuple[_Line, Prepared]]:
+def _prepare(shares: Sequence[_Share], plan: BatchPlan, shard: int, attempt: int) -> Iterator[tuple[_Share, Prepared]]:
     step = parts(plan.guarantee).promise
     facts = {"batch": plan.batch, "shard": shard, "attempt": attempt}
-    for line in lines:
-        if line.writer is not None:
-            reach(step, Moment.BEFORE, sink=line.scope.sink, **facts)
+    for share in shares:
+        if share.writer is not None:
+            reach(step, Moment.BEFORE, sink=share.scope.sink, **facts)
             # Only now is the fingerprint complete: sinks that store it with the rows write it last.
-            work = Work(line.scope, plan.batch, shard, attempt, plan.epoch)
-            with line.naming_the_row():
-                prepared = Prepared.of(work, line.total, line.writer.prepare(line.total))
-            yield line, prepared
-            reach(step, Moment.AFTER, sink=line.scope.sink, **facts)
+            work = Work(share.scope, plan.batch, shard, attempt, plan.epoch)
+            with share.naming_the_row():
+                prepared = Prepared.of(work, share.total, share.writer.prepare(share.total))
+            yield share, prepared
+            reach(step, Moment.AFTER, sink=share.scope.sink, **facts)
 
 
 # Rows that a sink cannot hold, and dead letters.
 
 
-def validated(sink: Sink, rows: Rows) -> Rows:
+def validate(sink: Sink, rows: Rows) -> Rows:
     """The rows that the sink and its server can hold; the others are rejected."""
     reasons = find_reasons(sink, rows.good) if rows.good.num_rows else None  # without rows, a sink may not be ready
     if reasons is None:
         return rows
     valid, at = pc.is_null(reasons), pc.indices_nonzero(pc.is_valid(reasons))
     sources = rows.good if rows.records is None else rows.records
-    topic, partition, offset = (_coordinate(sources, n, at) for n in COORDINATES)
+    topic, partition, offset = (_find_coordinates(sources, n, at) for n in COORDINATES)
     texts, bad = reasons.take(at).to_pylist(), plain_rows(rows.good.take(at))
     rejected = [
         Rejection(Origin.SINK, texts[n], bad[n], topic[n], partition[n], offset[n], row)
@@ -304,7 +304,7 @@ def find_reasons(sink: Sink, rows: pa.RecordBatch) -> pa.Array | None:
     return pc.replace_with_mask(reasons.cast(pa.string()), pc.is_null(reasons), refused)
 
 
-def refused_row(sink: Sink, rows: pa.RecordBatch) -> tuple[int, str] | None:
+def find_refused_row(sink: Sink, rows: pa.RecordBatch) -> tuple[int, str] | None:
     """The first row that the sink or its server rejects, and why; None: there is none, or it cannot be found now."""
     try:
         return first_reason(find_reasons(sink, rows))
@@ -313,7 +313,9 @@ def refused_row(sink: Sink, rows: pa.RecordBatch) -> tuple[int, str] | None:
         return None
 
 
-def dead_letters(scope: Scope, rejected: Sequence[Rejection], batch: int, shard: int, first: int) -> pa.RecordBatch:
+def build_dead_letters(
+    scope: Scope, rejected: Sequence[Rejection], batch: int, shard: int, first: int
+) -> pa.RecordBatch:
     """One dead letter for each.
 
     Args:
@@ -340,7 +342,7 @@ def dead_letters(scope: Scope, rejected: Sequence[Rejection], batch: int, shard:
     return pa.RecordBatch.from_pylist(letters, schema=DEAD_LETTERS)
 
 
-def _coordinate(rows: pa.RecordBatch, name: str, at: pa.Array) -> list[Any]:
+def _find_coordinates(rows: pa.RecordBatch, name: str, at: pa.Array) -> list[Any]:
     """One of the rows' coordinates; None: unknown, or a user's column of the same name."""
     if name in rows.schema.names:
         with suppress(pa.ArrowInvalid):
@@ -370,7 +372,7 @@ def may_send(plan: BatchPlan, shard: int) -> bool:
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         try:
-            connection, answer = _asked(arbiter, request)
+            connection, answer = _ask(arbiter, request)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise _unreachable(plan, arbiter, shard, error) from None
@@ -386,11 +388,11 @@ def may_send(plan: BatchPlan, shard: int) -> bool:
 def check_reachable(arbiter: Arbiter) -> None:
     """Ask for a shard under a token that grants none. Raises OSError: the driver does not answer."""
     request = json.dumps({"token": arbiter.token, "shard": 0, "attempt": ""}).encode() + b"\n"
-    connection, _ = _asked(arbiter, request)
+    connection, _ = _ask(arbiter, request)
     connection.close()
 
 
-def _asked(arbiter: Arbiter, request: bytes) -> tuple[socket.socket, bytes]:
+def _ask(arbiter: Arbiter, request: bytes) -> tuple[socket.socket, bytes]:
     connection = socket.create_connection((arbiter.host, arbiter.port), CONNECT_TIMEOUT_S)
     try:
         connection.settimeout(GRANT_WAIT_S + REQUEST_TIMEOUT_S)

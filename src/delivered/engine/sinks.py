@@ -56,7 +56,7 @@ class Columns:
         return place
 
 
-def dead_letters_route(sink: Sink) -> Route | None:
+def find_dead_letters_route(sink: Sink) -> Route | None:
     """How dead letters are written to a sink: as columns, or as one JSON value if it only accepts key and value."""
     try:
         sink.check_schema(DEAD_LETTERS)
@@ -125,7 +125,7 @@ class Sinks:
             UsageError: two sinks have the same name, so their ids at the servers would collide.
         """
         if dead_letter is not None:
-            sinks = [*sinks, (*dead_letter, dead_letters_route(dead_letter[1]))]
+            sinks = [*sinks, (*dead_letter, find_dead_letters_route(dead_letter[1]))]
         names = [checked_name("sink", name or sink.name) for name, sink, _ in sinks]
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:

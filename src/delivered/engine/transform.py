@@ -50,7 +50,9 @@ class ArrowTransform:
         return batch if self.function is None else self.function(batch)
 
 
-def isolated(function: Callable[[pa.RecordBatch], pa.RecordBatch], rows: Rows, columns: pa.Schema) -> Iterator[Rows]:
+def run_isolated(
+    function: Callable[[pa.RecordBatch], pa.RecordBatch], rows: Rows, columns: pa.Schema
+) -> Iterator[Rows]:
     """What a row-wise function makes of the good rows, in their order; with the last, the rows for which it raised
     alone, after those that were rejected before.
 
@@ -64,7 +66,7 @@ def isolated(function: Callable[[pa.RecordBatch], pa.RecordBatch], rows: Rows, c
     while left:
         at, count = left.pop()
         try:
-            part = _conformed(function(rows.good.slice(at, count)), columns)
+            part = _conform(function(rows.good.slice(at, count)), columns)
         except NOT_OF_A_ROW:
             raise
         except Exception as error:
@@ -80,7 +82,7 @@ def isolated(function: Callable[[pa.RecordBatch], pa.RecordBatch], rows: Rows, c
         first = next(iter(bad.values()))
         log.warning("the transform failed for %d of %d rows: %s", len(bad), rows.good.num_rows, first)
     if bad or rows.rejected:
-        yield Rows(pa.RecordBatch.from_pylist([], schema=columns), [*rows.rejected, *_rejections(rows, bad)])
+        yield Rows(pa.RecordBatch.from_pylist([], schema=columns), [*rows.rejected, *_build_rejections(rows, bad)])
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class Direct:
                     if columns is None:
                         yield Rows(self.transform(rows.good), rows.rejected)
                     else:
-                        yield from isolated(self.transform, rows, columns)
+                        yield from run_isolated(self.transform, rows, columns)
                 reach(StepId.SOURCE_READ, Moment.AFTER)
 
 
@@ -128,7 +130,7 @@ def unpack_slice(packed: bytes) -> Slice:
     return piece
 
 
-def _conformed(part: pa.RecordBatch, columns: pa.Schema) -> pa.RecordBatch:
+def _conform(part: pa.RecordBatch, columns: pa.Schema) -> pa.RecordBatch:
     """The columns as they were announced: types that a function infers from few rows may differ. From no rows it may
     have inferred none.
 
@@ -147,7 +149,7 @@ def _conformed(part: pa.RecordBatch, columns: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
-def _rejections(rows: Rows, bad: Mapping[int, str]) -> Iterator[Rejection]:
+def _build_rejections(rows: Rows, bad: Mapping[int, str]) -> Iterator[Rejection]:
     """The rows of the source with these reasons."""
     order = sorted(bad)
     picked = rows.good.take(pa.array(order, pa.int64()))

@@ -21,11 +21,11 @@ from delivered.model.options import (
     OptionType,
     Unfit,
     choice,
+    integer,
     is_loopback,
     is_netloc,
     option,
     several,
-    whole,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def merge_schema(when: str) -> Any:
 
 def rows_max_option(what: str) -> Any:
     doc = f"Approximate maximum number of {what} per batch."
-    return option("maxOffsetsPerTrigger", doc, whole(1), default=None, shown="no bound")
+    return option("maxOffsetsPerTrigger", doc, integer(1), default=None, shown="no bound")
 
 
 def data_loss_option(what: str) -> Any:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _START_LENGTH_MAX = 100
 _REQUIRED: Any = object()
-_WORDS: dict[type, str] = {int: "a whole number", str: "text", bool: "true or false", dict: "an object", list: "a list"}
+_WORDS: dict[type, str] = {int: "an integer", str: "text", bool: "true or false", dict: "an object", list: "a list"}
 
 
 class AnswerTooLarge(OSError):
@@ -32,7 +32,7 @@ class UnexpectedAnswer(ValueError):
 
 
 class JsonAnswer:
-    """JSON that a server sent: its fields are taken with their types, as it may have any shape."""
+    """JSON that a server sent: its fields are read with their types, as it may have any shape."""
 
     def __init__(self, value: Any, start: str, place: str = "") -> None:
         self._value, self._start, self._place = value, start, place
@@ -57,7 +57,7 @@ class JsonAnswer:
             missing: the value for null.
 
         Raises:
-            UnexpectedAnswer: it is of another type; or a whole number that 64 bits do not hold.
+            UnexpectedAnswer: it is of another type; or an integer that 64 bits do not hold.
         """
         found: Any = self._value
         if found is None and missing is not _REQUIRED:
@@ -80,7 +80,7 @@ class JsonAnswer:
         return self.at(name).value(kind, missing)
 
     def number(self, name: str, low: int, high: int = (1 << 63) - 1) -> int:
-        """A field that is a whole number, bounds included. Raises UnexpectedAnswer."""
+        """A field that is an integer, bounds included. Raises UnexpectedAnswer."""
         found = self.take(name, int)
         if not low <= found <= high:
             what = f"{self._place and self._place + '.'}{name} is {found}"

@@ -175,7 +175,7 @@ class SinkCapability:
         commit: the mechanism that this sink offers for exactly_once.
         mechanism: its name within a sentence: "two-phase commit".
         stage, prepare, decide, apply: what these steps do at this sink, for the plan.
-        batch_atomic: readers see a batch as a whole or not at all.
+        batch_atomic: readers see a complete batch, or nothing of it.
         can_disable_retries: the sink can send without retries (needed for at_most_once).
         local: it uses files on one machine.
         prepared_timeout_s: seconds after which the sink drops a prepared participant; None: never.

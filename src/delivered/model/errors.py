@@ -16,17 +16,82 @@
      +- OutcomeUnknown           it is unknown whether a change was made (exit 3)
 
 The message starts with a code in Spark's style, because the driver sees a worker's error only as text.
+
+The texts of each code, also of warnings and problems, are in error-conditions.json. A code with several texts has a
+named condition for each, "TABLE_MISSING.SQL"; users see and match the code alone. A text has {placeholders} in the
+syntax of `str.format`, for the values that a call passes by name. The file is read with the first text that is needed:
+executors import this module at every start.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-from delivered.model.catalogue import texts
 from delivered.model.secrets import one_line, without_passwords
+
+PREFIX = "DELIVERED_"
+CATALOGUE = "error-conditions.json"
+
+
+class Condition(NamedTuple):
+    """
+    Attributes:
+        code: with its condition, without the prefix.
+        kind: the class that has it, for example Refused, or Finding.
+        message: what happened, with placeholders.
+        next_step: what to run or change, with placeholders; None: the class says it.
+    """
+
+    code: str
+    kind: str
+    message: str
+    next_step: str | None
+
+
+def entries() -> dict[str, dict[str, Any]]:
+    """The file as it is: code -> class, docs, and message and next, or conditions with these."""
+    import json  # here, so that importing errors costs nothing
+    import pkgutil
+
+    entries: dict[str, dict[str, Any]] = json.loads(pkgutil.get_data(__package__, CATALOGUE) or b"")
+    return entries
+
+
+def conditions_of(code: str, entry: Mapping[str, Any]) -> Iterator[Condition]:
+    """The conditions of one code, or the code itself."""
+    for name, texts in entry.get("conditions", {"": entry}).items():
+        kind = texts.get("class", entry.get("class"))
+        yield Condition(f"{code}.{name}" if name else code, kind, texts["message"], texts.get("next"))
+
+
+@cache
+def conditions() -> Mapping[str, Condition]:
+    """By code and condition."""
+    return {c.code: c for code, entry in entries().items() for c in conditions_of(code, entry)}
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """For a next step: "did you mean orders? ", if one of the names is like this one, in any case; else empty."""
+    from difflib import get_close_matches
+
+    spelling = {n.lower(): n for n in known}
+    near = get_close_matches(name.lower(), spelling, n=1)
+    return f"did you mean {spelling[near[0]]}? " if near else ""
+
+
+def texts(code: str, values: Mapping[str, object]) -> tuple[str, str | None]:
+    """Message and next step of a code, with the values in them. Never fails: it runs where an error is raised."""
+    try:
+        condition = conditions()[code]
+        step = (condition.next_step or "").format_map({k: "" if v is None else v for k, v in values.items()})
+        return condition.message.format_map(values), step or None
+    except (LookupError, TypeError, ValueError) as error:
+        return f"{values} ({type(error).__name__}: {error}).", None
+
 
 _MESSAGE_LENGTH_MAX = 20_000
 
@@ -44,7 +109,7 @@ class DeliveredError(Exception):
 
     Args:
         code: upper-case words, without the prefix `DELIVERED_`; with its condition, if the catalogue has several.
-        message: full sentences: what happened, the value, the limit. None: the catalogue's (`model/catalogue.py`); a
+        message: full sentences: what happened, the value, the limit. None: the catalogue's (error-conditions.json); a
             connector of another package passes its own.
         next_step: what to run or change next; None: nothing to do, or as the catalogue has it.
         values: of the placeholders in the catalogue's texts.

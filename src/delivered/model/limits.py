@@ -178,7 +178,7 @@ RECEIVE_UPKEEP_S = 10.0
 """Interval at which a receiver maintains its log: is it full, too many files, anything to remove."""
 
 RECEIVER_SILENT_S = 30.0
-"""A receiver that did not report for so long counts as gone. Above any of its reports' intervals, and a connect."""
+"""A receiver that did not report for so long counts as dead. Above any of its reports' intervals, and a connect."""
 
 RECEIVERS_MAX = 64
 """Receiver processes that one command starts."""

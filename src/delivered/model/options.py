@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from delivered.model.catalogue import texts
-from delivered.model.errors import UsageError
+from delivered.model.errors import UsageError, texts
 from delivered.model.identity import SOURCE, by_source
 from delivered.model.secrets import holds_password, is_secret
 
@@ -130,8 +129,8 @@ def choice(
 FLAG: OptionType[bool] = choice({"true": True, "false": False})
 
 
-def whole(low: int, high: int | None = None) -> OptionType[int]:
-    """A whole number, bounds included."""
+def integer(low: int, high: int | None = None) -> OptionType[int]:
+    """An integer, bounds included."""
     bound = f"at least {low}" if high is None else f"from {low} to {high}"
 
     def read(text: str) -> int:
@@ -469,7 +468,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./+ -]*")
 def starting_at(offsets: str) -> str:
     """A hint's options that start the sources at `offsets`, lines of Spark's offset log.
 
-    Made for pasting: never shortened, and without spaces, where a terminal would wrap.
+    For pasting: never shortened, and without spaces, where a terminal would wrap.
     """
     options = {n: f""".option("startingOffsets", '{_compact(line)}')""" for n, line in by_source(offsets).items()}
     return " and ".join(f"{o} for source {n}" if n != SOURCE else o for n, o in options.items())

@@ -246,7 +246,7 @@ def steps_of(mechanism: Mechanism, *, keys_in_table: bool = False) -> tuple[Step
     """The steps of a batch.
 
     Args:
-        keys_in_table: a dedup keeps its keys in the deciding sink's database: noted when read, active from the
+        keys_in_table: a dedup keeps its keys in the deciding sink's database: recorded when read, active from the
             decision's transaction on.
     """
     found: list[StepId] = []
@@ -279,7 +279,7 @@ class Parts:
 
 @cache
 def parts(guarantee: Guarantee) -> Parts:
-    """Taken from the lists above; equal for all mechanisms of a guarantee."""
+    """From the lists above; equal for all mechanisms of a guarantee."""
     steps = STEPS[MECHANISMS[guarantee][0]]
 
     def one(*playing: StepId) -> StepId:

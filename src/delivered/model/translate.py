@@ -153,5 +153,5 @@ def cause_of(error: BaseException) -> str:
 
 def _as_spark_says(error: BaseException) -> str:
     """The full text, even if hooks.py shortened it."""
-    whole = getattr(type(error).__str__, "__wrapped__", None)
-    return str(error) if whole is None else str(whole(error))
+    unwrapped = getattr(type(error).__str__, "__wrapped__", None)
+    return str(error) if unwrapped is None else str(unwrapped(error))

@@ -49,7 +49,7 @@ Outcome = Ok[T] | Failed | Unknown
 RECORD_FORMAT = 2
 """Format of records written by this version.
 
-0: records without one, from before formats were numbered. 2: decisions and begun batches have a sequence. A release
+0: records without one, from before formats were numbered. 2: decisions and started batches have a sequence. A release
 without it would order them by time."""
 LOG_FORMAT = 1
 """Of receivers' logs."""
@@ -159,7 +159,7 @@ class Archived:
         key: hash of the incarnation's name.
         rows: records decided, of all batches.
         digest: of their fingerprint.
-        decided: False: a batch was begun under a weaker guarantee, but none decided.
+        decided: False: a batch was started under a weaker guarantee, but none decided.
         partly: at_most_once gave up records: `digest` does not cover all rows.
     """
 
@@ -175,7 +175,7 @@ class Archived:
         return cls(key_of(incarnation), total.count, digest_of(total), True, bool(given_up.count))
 
     @classmethod
-    def begun(cls, incarnation: str) -> Archived:
+    def started(cls, incarnation: str) -> Archived:
         return cls(key_of(incarnation), decided=False)
 
     def holds(self, rows: Fingerprint) -> bool:
@@ -448,7 +448,7 @@ class BatchPlan:
 
     Attributes:
         action: for every shard that `rewrite` does not name.
-        rewrite: shard -> the sinks (see `Prepared.sink`) whose prepared rows are gone; only these are rewritten.
+        rewrite: shard -> the sinks (see `Prepared.sink`) whose prepared rows are lost; only these are rewritten.
         guarantee: of the decision, if the batch is already decided: it is finished under that one.
         epoch: the claim under which this plan was made; a later claim voids it.
         targets: as in the batch's `Decision`.
@@ -651,8 +651,12 @@ class Decision:
         )
 
 
+STARTED = "begun"
+"""How stores name what they hold of started batches: a table, a folder, a part of a key. Durable."""
+
+
 @dataclass(frozen=True)
-class Begun:
+class Started:
     """This batch may have sent records outside of any transaction.
 
     Kept for every batch under at_most_once; under at_least_once only for an incarnation's first batch, so that a later
@@ -671,8 +675,8 @@ class Begun:
         return json.dumps(with_format(fields), separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Begun:
-        data = without_format(json.loads(text), "a begun batch")
+    def from_json(cls, text: str | bytes) -> Started:
+        data = without_format(json.loads(text), "a started batch")
         return cls(data["batch"], data["offsets"], data.get("sequence", 0))
 
 
@@ -683,7 +687,7 @@ class Owner:
     Attributes:
         id: of the driver's session; new for each Spark session that registers the formats.
         host, process, started_ms: where it runs and since when (`engine.owner.started_ms`), so that users and `doctor`
-            can tell whether it is alive.
+            can see whether it is alive.
         superseded: ids of earlier owners, newest first; none of them may claim again.
     """
 
@@ -712,10 +716,10 @@ class LedgerState:
 
     Attributes:
         last: newest decision of this incarnation.
-        begun: newest begun batch of this incarnation (at_most_once only).
+        started: newest started batch of this incarnation (at_most_once only).
         earlier: newest decisions of other incarnations of the same pipeline and sink, newest first, in the ledger's
             order (`ledger.state_of`).
-        earlier_begun: newest begun batches of other incarnations without a decision, by incarnation, newest first:
+        earlier_started: newest started batches of other incarnations without a decision, by incarnation, newest first:
             their records may have been sent.
         followed: number of decisions in `earlier` that are newer than `last`. Each was made after `last` had been
             finished.
@@ -728,9 +732,9 @@ class LedgerState:
 
     owner: Owner | None = None
     last: Decision | None = None
-    begun: Begun | None = None
+    started: Started | None = None
     earlier: tuple[Decision, ...] = ()
-    earlier_begun: tuple[tuple[str, Begun], ...] = ()
+    earlier_started: tuple[tuple[str, Started], ...] = ()
     epoch: int = 0
     archived: Archived | None = None
     followed: int = 0
@@ -751,14 +755,14 @@ class LedgerState:
 
     @property
     def next_sequence(self) -> int:
-        """Of the next decision or begun batch: one more than any in the ledger.
+        """Of the next decision or started batch: one more than any in the ledger.
 
         An owner reads all of them under its claim, and a decision stands only under the claim it was made under. So
         sequences order the decisions of all incarnations as they were made, by claim and within a claim, whatever
         the clocks of their hosts show.
         """
-        begun = (*(b for _, b in self.earlier_begun), *(() if self.begun is None else (self.begun,)))
-        return 1 + max((r.sequence for r in (*self.oldest_first, *begun)), default=0)
+        started = (*(b for _, b in self.earlier_started), *(() if self.started is None else (self.started,)))
+        return 1 + max((r.sequence for r in (*self.oldest_first, *started)), default=0)
 
 
 @dataclass(frozen=True)
@@ -793,7 +797,7 @@ class BatchReport:
     Attributes:
         decided_at_ms: since 1970.
         records: delivered by this batch, by sink.
-        rewritten: shards whose prepared rows were gone when the decided batch was finished.
+        rewritten: shards whose prepared rows were lost when the decided batch was finished.
         seconds: by step; of `stage` and `prepare`, the slowest task's.
         bytes: of the rows written by this batch, in memory, at all sinks.
     """

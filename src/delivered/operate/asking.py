@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 import yaml
 
 from delivered.audit.sealed import Sealed
-from delivered.checkpoint.folder import is_done, logged, started_ms
+from delivered.checkpoint.folder import is_done, read_logged, started_ms
 from delivered.checkpoint.history import batches, last_audits, samples, totals
 from delivered.checkpoint.runs import runs
 from delivered.contract.source import HeldBack, Retained, Source
 from delivered.engine.context import open_ledger, open_shared_ledger
-from delivered.engine.owner import running
+from delivered.engine.owner import is_running
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.identity import Scope, by_source
 from delivered.model.patience import within
@@ -67,7 +67,7 @@ def _status(pipeline: Definition) -> Status:
     answers: dict[str, Any] = {"asked_ms": time.time_ns() // 1_000_000}
     incarnation: str | None = None
     with _asking(problems):
-        incarnation, _ = logged(pipeline.checkpoint)
+        incarnation, _ = read_logged(pipeline.checkpoint)
         state, sinks, sealed = _state(pipeline, incarnation, problems)
         last = state.last
         answers |= from_ledger(state, last, sinks)
@@ -203,7 +203,7 @@ def _counted(last: Decision | None, sink: SinkStatus) -> SinkStatus:
 
 
 def _driver(state: LedgerState) -> Driver:
-    if (lives := running(state.owner)) is None:
+    if (lives := is_running(state.owner)) is None:
         return Driver.NONE if state.owner is None else Driver.ELSEWHERE
     return Driver.RUNNING if lives else Driver.STOPPED
 

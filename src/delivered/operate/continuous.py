@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from delivered.checkpoint.folder import logged
+from delivered.checkpoint.folder import read_logged
 from delivered.checkpoint.history import add_audit
 from delivered.engine.context import open_shared_ledger
 from delivered.model.errors import DeliveredError
@@ -38,7 +38,7 @@ def seals_now(pipeline: Definition) -> dict[str, SealStatus]:
     spec = pipeline.spec
     try:
         with within(ASK_S_MAX):
-            incarnation, _ = logged(pipeline.checkpoint)
+            incarnation, _ = read_logged(pipeline.checkpoint)
             sinks = spec.open()
             with contextlib.closing(open_shared_ledger(sinks, spec.scope(sinks, incarnation))) as ledger:
                 names = [m.name for m in sinks.members if not m.dead_letters]

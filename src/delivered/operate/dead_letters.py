@@ -32,21 +32,21 @@ import psutil
 import pyarrow as pa
 from pyarrow import fs
 
-from delivered.checkpoint.folder import logged, open_folder, read_record, write_record
+from delivered.checkpoint.folder import open_folder, read_logged, read_record, write_record
 from delivered.contract.sink import Sink
 from delivered.contract.source import COORDINATES, Source
 from delivered.engine.context import Context
 from delivered.engine.owner import new_owner
 from delivered.engine.runner import Runner
-from delivered.engine.shard import find_reasons, validated, write_shard
+from delivered.engine.shard import find_reasons, validate, write_shard
 from delivered.engine.sinks import Sinks
-from delivered.engine.transform import ArrowTransform, isolated
+from delivered.engine.transform import ArrowTransform, run_isolated
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, UsageError
 from delivered.model.identity import Scope, derived_name
 from delivered.model.limits import DEAD_LETTERS_BATCH_MAX, DEAD_LETTERS_MAX
 from delivered.model.rows import Origin, Rows, from_json_texts, reason_of
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Action, Begun, CheckpointView, Decision, LedgerState, ShardMessage
+from delivered.model.work import Action, CheckpointView, Decision, LedgerState, ShardMessage, Started
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.spec import NO_INCARNATION
 
@@ -199,7 +199,7 @@ def _chosen(
 
 def _queues(pipeline: Definition) -> dict[str, DeadLetterQueue]:
     """By what a dead letter names as its sink."""
-    incarnation = logged(pipeline.checkpoint)[0] or NO_INCARNATION
+    incarnation = read_logged(pipeline.checkpoint)[0] or NO_INCARNATION
     queues = {
         name: DeadLetterQueue(pipeline, name, endpoint.sink(), incarnation)
         for name, endpoint in zip(pipeline.sink_names, pipeline.sinks, strict=True)
@@ -216,7 +216,7 @@ def _distinct(queues: Mapping[str, DeadLetterQueue]) -> dict[DeadLetterQueue, di
 
 def _letters(pipeline: Definition, queues: Mapping[str, DeadLetterQueue]) -> Iterator[DeadLetter]:
     """Each dead letter once, with its status."""
-    incarnation = logged(pipeline.checkpoint)[0] or NO_INCARNATION
+    incarnation = read_logged(pipeline.checkpoint)[0] or NO_INCARNATION
     known = {queue: queue.status() for queue in _distinct(queues)}
     status = {name: known[queue] for name, queue in queues.items()}
     seen: set[str] = set()
@@ -297,7 +297,7 @@ class DeadLetterQueue:
         with self._open() as context:
             state = context.ledger.look()
         settled, pending = self._settled(state), _pending(state)
-        if pending is not None and pending is state.begun:
+        if pending is not None and pending is state.started:
             settled.update(dict.fromkeys(self._file(pending.offsets).ids, Status.STARTED))
         return settled
 
@@ -394,7 +394,7 @@ class DeadLetterQueue:
         for member in self._sinks.members:
             if member.sink.capability().write.conditional:
                 with closing(member.sink.committer(replace(self._scope, sink=member.name))) as committer:
-                    total += sum(committer.left_out().values())
+                    total += sum(committer.skipped().values())
         return total
 
     def _open(self) -> closing[Context]:
@@ -455,9 +455,9 @@ def _newest(state: LedgerState) -> int:
     return -1 if state.last is None else state.last.batch
 
 
-def _pending(state: LedgerState) -> Decision | Begun | None:
+def _pending(state: LedgerState) -> Decision | Started | None:
     """The batch that a kill may have left unfinished."""
-    started = state.begun
+    started = state.started
     return started if started is not None and started.batch > _newest(state) else state.last
 
 
@@ -516,7 +516,7 @@ class RecordQueue(DeadLetterQueue):
                 member.sink.check_schema(own.good.schema)
             except UsageError as error:
                 return f"{member.name}: {error}"
-            for rejected in validated(member.sink, own).rejected:
+            for rejected in validate(member.sink, own).rejected:
                 return f"{member.name}: {rejected.reason}"
         self._rows_by_id[letter.id] = rows
         return None
@@ -532,7 +532,7 @@ class RecordQueue(DeadLetterQueue):
         function = ArrowTransform(transform.select, transform.function)
         try:
             self._columns = self._columns or function(rows.good.slice(0, 0)).schema
-            (part,) = isolated(function, rows, self._columns)
+            (part,) = run_isolated(function, rows, self._columns)
         except (DeliveredError, MemoryError):
             raise
         except Exception as error:  # also what would fail a task, such as a server that is down

@@ -15,12 +15,11 @@ from typing import Any
 
 from delivered.audit.evidence_file import Bound, Chain, Evidence, Fault, Kind, against_ledger, new_evidence, select
 from delivered.audit.seal import Seal, stored_seal
-from delivered.checkpoint.folder import logged
+from delivered.checkpoint.folder import read_logged
 from delivered.contract.source import Offsets
 from delivered.engine.context import open_shared_ledger
 from delivered.ledger import Ledger
-from delivered.model.catalogue import did_you_mean
-from delivered.model.errors import DeliveredError, Refused, UsageError
+from delivered.model.errors import DeliveredError, Refused, UsageError, did_you_mean
 from delivered.model.options import in_file_words
 from delivered.model.secrets import without_secrets
 from delivered.pipeline.definition import Definition
@@ -117,7 +116,7 @@ def sealed_by(pipeline: Definition, sink: str) -> list[Seal]:
 @contextmanager
 def _ledger(pipeline: Definition) -> Iterator[Ledger]:
     sinks = pipeline.spec.open()
-    incarnation, _ = logged(pipeline.checkpoint)
+    incarnation, _ = read_logged(pipeline.checkpoint)
     with closing(open_shared_ledger(sinks, pipeline.spec.scope(sinks, incarnation))) as ledger:
         yield ledger
 

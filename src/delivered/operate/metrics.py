@@ -22,7 +22,7 @@ from delivered.model.options import check_http_url
 from delivered.model.work import STEPS
 from delivered.operate.seals import SealStatus
 from delivered.operate.status import Driver, Status, unanswered
-from delivered.pipeline.receive import MESSAGES, has_died
+from delivered.pipeline.receive import MESSAGES, is_dead
 from delivered.pipeline.registry import connector
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class _Families:
 
     def _add_receivers(self, name: str, now: Status) -> None:
         for source, reports in now.receivers.items():
-            died = sum(map(has_died, reports))
+            died = sum(map(is_dead, reports))
             self.receivers.add_metric((name, source, "running"), len(reports) - died)
             self.receivers.add_metric((name, source, "gone"), died)
             for r in reports:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from delivered import html
-from delivered.checkpoint.folder import is_done, logged
+from delivered.checkpoint.folder import is_done, read_logged
 from delivered.model.errors import DeliveredError
 from delivered.model.translate import translated
 from delivered.pipeline.definition import Definition, changes
@@ -67,7 +67,7 @@ def allowed(before: Definition, now: Definition, between: bool) -> list[str]:
     Args:
         between: it was stopped between two batches.
     """
-    _, newest = logged(now.checkpoint)
+    _, newest = read_logged(now.checkpoint)
     following = 0 if newest is None else newest + is_done(now.checkpoint, newest)
     how = "between two batches" if between else "in the middle of a batch, which is finished or repeated now"
     same = before.checkpoint == now.checkpoint

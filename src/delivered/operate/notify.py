@@ -190,7 +190,7 @@ class Notifier:
     """Of one pipeline.
 
     Args:
-        webhook: None: nothing is sent; `look` only tells what is new.
+        webhook: None: nothing is sent; `look` only returns what is new.
     """
 
     def __init__(self, name: str, location: str, webhook: Webhook | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from delivered.model.catalogue import PREFIX, texts
+from delivered.model.errors import PREFIX, texts
 
 _NAMES = ("id", "sink", "source")
 """Values of a text that say what it is about."""

@@ -30,14 +30,13 @@ import yaml
 from pydantic import ValidationError
 
 from delivered.checkpoint import sidecar
-from delivered.checkpoint.folder import logged, read_record, write_record
+from delivered.checkpoint.folder import read_logged, read_record, write_record
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets
 from delivered.engine.context import Context
-from delivered.engine.owner import living, new_owner
+from delivered.engine.owner import find_living, new_owner
 from delivered.ledger import Store, Swap, SwapsTables
-from delivered.model.catalogue import did_you_mean
-from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
+from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError, did_you_mean
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.identity import SOURCE, Scope, by_source, derived_name
 from delivered.model.secrets import without_passwords
@@ -368,7 +367,7 @@ class Rebuild(Generic[P]):
 
     def _state(self, context: Context, state: LedgerState) -> Decision:
         """The newest decision, if it is where the replay ended and nobody goes on."""
-        if (owner := living(state.owner)) is not None:
+        if (owner := find_living(state.owner)) is not None:
             raise Refused("REBUILD_RUNNING", pipeline=self._origin.name, process=owner.process)
         last, until = state.last, dict(self.pipeline.until)
         with _open(self.pipeline) as rebuilt:
@@ -441,7 +440,7 @@ def _store(pipeline: Definition, context: Context) -> _Swapping:
 
 def _first(pipeline: Definition, name: str, source: Endpoint, start: str | None) -> Offsets:
     """Where the source's first batch began; or as the user says: where a snapshot in the new table ends."""
-    first = sidecar.kept_first(pipeline.checkpoint, name) if start is None else offsets_at(source, start, name)
+    first = sidecar.read_first(pipeline.checkpoint, name) if start is None else offsets_at(source, start, name)
     if first is None:
         raise Refused("REBUILD_START", checkpoint=pipeline.checkpoint)
     for where, at, kept in leaves("", first, offsets_at(source, EARLIEST, name)):
@@ -458,7 +457,7 @@ def _open(pipeline: Definition) -> closing[Context]:
     """The pipeline's ledger and committers. Claims nothing."""
     spec = pipeline.spec
     sinks = spec.open()
-    scope = spec.scope(sinks, logged(pipeline.checkpoint)[0] or NO_INCARNATION)
+    scope = spec.scope(sinks, read_logged(pipeline.checkpoint)[0] or NO_INCARNATION)
     return closing(Context.open(sinks, scope, pipeline.guarantee, new_owner(psutil.Process())))
 
 

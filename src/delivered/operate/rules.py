@@ -15,7 +15,7 @@ from delivered.operate.seals import seal_problems
 from delivered.operate.status import Driver, Status
 from delivered.operate.transactions import Open, is_current
 from delivered.pipeline.definition import Definition
-from delivered.pipeline.receive import has_died
+from delivered.pipeline.receive import is_dead
 from delivered.planner import Trigger
 
 _PARTITIONS_SHOWN = 5
@@ -163,7 +163,7 @@ def _why_stopped(now: Status) -> str:
 
 def receiver_problems(now: Status) -> Iterator[Problem]:
     for source, reports in now.receivers.items():
-        for r in filter(has_died, reports):
+        for r in filter(is_dead, reports):
             ago = max(0.0, time.time() - r.at_ms / 1000)
             yield Problem.build("RECEIVER_GONE", source=source, process=r.owner.process, host=r.owner.host, seconds=ago)
     for source, window in now.windows.items():

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from delivered.audit.seal import Seal, State
 from delivered.audit.sealed import Sealed, SealedRange, read_sealed
-from delivered.checkpoint.sidecar import kept_first
+from delivered.checkpoint.sidecar import read_first
 from delivered.contract.source import Offsets, Retained, Source
 from delivered.ledger import Ledger
 from delivered.model.identity import by_source
@@ -37,7 +37,7 @@ class SealStatus:
         unsealed_from: the first batch of this checkpoint that is not sealed.
         unsealed_batches, unsealed_records: decided in this checkpoint after the last seal.
         ahead: the newest decided batch, where the last seal ends after it; None: it does not.
-        retained: by source, what it still has of the records that are not sealed; a source that cannot tell is absent.
+        retained: by source, what it still has of the records that are not sealed; absent: it does not know.
     """
 
     sealed: Sealed = Sealed()
@@ -109,7 +109,7 @@ class SealStatus:
     @property
     def expires(self) -> tuple[float, str, str] | None:
         """Seconds until a source may drop the first record that is not sealed, at the earliest; its source and
-        partition. None: it keeps all, cannot tell, or everything is sealed."""
+        partition. None: it keeps all, does not know, or everything is sealed."""
         due = [(ms, s, p) for s, r in self.retained.items() for p, ms in r.until_ms.items()]
         if not due or not self.unsealed_batches:
             return None
@@ -181,7 +181,7 @@ def unsealed_from(status: SealStatus, incarnation: str | None, checkpoint: str, 
     """Where a source's records start that are not sealed; None: unknown."""
     seal = status.last
     if seal is None or seal.scope.incarnation != incarnation:
-        return kept_first(checkpoint, source)
+        return read_first(checkpoint, source)
     text = by_source(seal.end).get(source)
     offsets: Offsets | None = None if text is None else json.loads(text)
     return offsets

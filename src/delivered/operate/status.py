@@ -20,7 +20,7 @@ from delivered.operate.pace import Pace
 from delivered.operate.problem import Problem
 from delivered.operate.seals import SealStatus, sealed_text
 from delivered.operate.transactions import Open
-from delivered.pipeline.receive import has_died
+from delivered.pipeline.receive import is_dead
 
 _RUNS_SHOWN = 10
 
@@ -247,7 +247,7 @@ def run_text(run: Run) -> str:
 
 def receivers_text(reports: Sequence[ReceiverReport]) -> str:
     """How many run, and how many ended without having been stopped."""
-    died = sum(map(has_died, reports))
+    died = sum(map(is_dead, reports))
     return f"{len(reports) - died}" + (f", {died} dead" if died else "")
 
 
@@ -256,7 +256,7 @@ def _receiver_json(report: ReceiverReport) -> dict[str, Any]:
     return {
         "host": owner.host,
         "process": owner.process,
-        "gone": has_died(report),
+        "gone": is_dead(report),
         "at_ms": report.at_ms,
         "counts": dict(report.counts),
     }

@@ -9,10 +9,10 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from delivered.checkpoint.folder import logged
+from delivered.checkpoint.folder import read_logged
 from delivered.contract.sink import Committer, OpenTransaction
 from delivered.engine.context import open_shared_ledger
-from delivered.engine.owner import running
+from delivered.engine.owner import is_running
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
@@ -117,7 +117,7 @@ def _refuse_current(transaction: OpenTransaction, state: LedgerState) -> None:
     if owner is None or transaction.end_lost:
         return
     decided_age_s = None if last is None else max(0.0, time.time() - last.decided_at_ms / 1000)
-    if is_current(transaction.age_s(), running(owner), decided_age_s):
+    if is_current(transaction.age_s(), is_running(owner), decided_age_s):
         raise Refused(
             "TRANSACTION_CURRENT", transaction=transaction.transactional_id, process=owner.process, host=owner.host
         )
@@ -132,7 +132,7 @@ def _against_the_ledger(transaction: str, commit: bool) -> Refused:
 def _held(pipeline: Definition) -> Iterator[tuple[Committer, Sequence[OpenTransaction], LedgerState]]:
     """By sink that holds transactions open."""
     holds = False
-    incarnation, _ = logged(pipeline.checkpoint)
+    incarnation, _ = read_logged(pipeline.checkpoint)
     spec = pipeline.spec
     sinks = spec.open()
     with closing(open_shared_ledger(sinks, spec.scope(sinks, incarnation))) as ledger:

@@ -98,7 +98,7 @@ class Delivery:
 
     Attributes:
         id: assigned by the sender; None: it assigned none.
-        acknowledge: tell the broker that the message is done.
+        acknowledge: acknowledges the message at the broker.
         give_back: let the broker deliver it again.
     """
 

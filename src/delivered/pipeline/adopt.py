@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from delivered.checkpoint import sidecar
-from delivered.checkpoint.folder import holds_state, logged, read_view
+from delivered.checkpoint.folder import holds_state, read_logged, read_view
 from delivered.contract.source import Resumption
 from delivered.engine.context import open_shared_ledger
 from delivered.model.errors import Refused, UsageError
@@ -62,10 +62,10 @@ def adopt(
     unfit = UsageError("ADOPT_SOURCE", sources=", ".join(pipeline.sources), system=source.system)
     if origin is None:
         raise unfit
-    _not_started(pipeline)
+    _check_not_started(pipeline)
     view = None
     if checkpoint is not None:
-        view = _finished(str(checkpoint))
+        view = _find_finished(str(checkpoint))
         lines = by_source(view.offsets)
         if len(lines) != 1:
             raise Refused("ADOPT_SOURCES", checkpoint=str(checkpoint), source_count=len(lines))
@@ -89,12 +89,12 @@ def adopt(
     return replace(adoption, written=True)
 
 
-def _not_started(pipeline: Definition) -> None:
+def _check_not_started(pipeline: Definition) -> None:
     """
     Raises:
         Refused: the checkpoint, or the ledger, has a batch of this pipeline.
     """
-    _, batch = logged(pipeline.checkpoint)
+    _, batch = read_logged(pipeline.checkpoint)
     if batch is not None:
         raise Refused("ADOPT_STARTED.CHECKPOINT", checkpoint=pipeline.checkpoint, batch=batch)
     spec = pipeline.spec
@@ -104,17 +104,17 @@ def _not_started(pipeline: Definition) -> None:
         state = ledger.look()
     finally:
         ledger.close()
-    if state.last is not None or state.earlier or state.begun is not None or state.earlier_begun:
+    if state.last is not None or state.earlier or state.started is not None or state.earlier_started:
         raise Refused("ADOPT_STARTED.LEDGER", pipeline=pipeline.name)
 
 
-def _finished(location: str) -> CheckpointView:
+def _find_finished(location: str) -> CheckpointView:
     """The last batch of a query with Spark's own source.
 
     Raises:
         Refused: it is not committed, the query keeps state, or it uses a delivered source.
     """
-    incarnation, batch = logged(location)
+    incarnation, batch = read_logged(location)
     if incarnation is None or batch is None:
         raise Refused("ADOPT_CHECKPOINT_EMPTY", location=location)
     view = read_view(location)
@@ -142,7 +142,7 @@ def _keep(pipeline: Definition, source: str, resumption: Resumption, *, write: b
     Raises:
         Refused: the checkpoint keeps another start.
     """
-    stored = sidecar.kept_first(pipeline.checkpoint, source)
+    stored = sidecar.read_first(pipeline.checkpoint, source)
     if stored is None and write:
         stored = sidecar.keep_first(pipeline.checkpoint, lambda: resumption.offsets, source)
     if stored is not None and stored != resumption.offsets:
@@ -156,7 +156,7 @@ def _notes(view: CheckpointView | None, group: str | None) -> tuple[str, ...]:
             f"{sink}. If that job was at-least-once, records of batches that it ran again are there twice; its last "
             "batch is finished. The audit counts from this start: name these records with audit: own, or write to a "
             "new target",
-            "an idle query cannot be told from a stopped one: stop it before the pipeline starts",
+            "an idle query looks like a stopped one: stop it before the pipeline starts",
         )
     if group is not None:
         return (

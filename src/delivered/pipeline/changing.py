@@ -143,7 +143,7 @@ def _changing(code: CodeType, names: Names) -> Iterator[str]:
             value, path = local.get(name, names.get(name)), name
         elif operation.startswith(("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")):
             path = f"{path}.{name}"
-            if _known(value, name) and operation != "IMPORT_FROM":
+            if _is_known(value, name) and operation != "IMPORT_FROM":
                 yield path
             value = getattr(value, name, None) if isinstance(value, ModuleType | type) else None
             continue
@@ -174,7 +174,7 @@ def _in_strings(value: Any) -> Iterator[str]:
             yield from (call.removesuffix("()") for call in changing_in_sql(text))
 
 
-def _known(parent: Any, name: str) -> bool:
+def _is_known(parent: Any, name: str) -> bool:
     """Whether the attribute of this module or class gives another value each time."""
     if isinstance(parent, ModuleType):
         return _changes(getattr(parent, name, None))

@@ -1,6 +1,6 @@
 """What a plan says of a transform's SQL, and of its columns at every sink, without Spark: what a start would refuse.
 
-Only what is certain is refused. What only Spark can tell is a finding, `SQL_UNCHECKED`, and left to `run`.
+Only what is certain is refused. What only Spark knows is a finding, `SQL_UNCHECKED`, and left to `run`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STAND_INS = (pa.string(), pa.binary(), pa.int64(), pa.bool_(), pa.timestamp("us
 """Types in the place of an unknown one: what a sink refuses for each of them, with the same words, it refuses."""
 
 
-def checked_columns(pipeline: Definition) -> tuple[Finding, ...]:
+def check_columns(pipeline: Definition) -> tuple[Finding, ...]:
     """Findings about the SQL and the columns that reach each sink. Asks sinks for their tables; changes nothing."""
     transform = pipeline.transform
     unknown = transform.kind == "python" or (transform.kind == "arrow" and transform.function is not None)
@@ -39,7 +39,7 @@ def checked_columns(pipeline: Definition) -> tuple[Finding, ...]:
     try:
         sources = {n: e.source().planned().schema() for n, e in pipeline.sources.items()}
         if transform.kind != "sql":
-            columns: pa.Schema | None = projected(
+            columns: pa.Schema | None = project(
                 next(iter(sources.values())), Projection(tuple(map(Item, transform.select)))
             )
         else:
@@ -55,7 +55,7 @@ def checked_columns(pipeline: Definition) -> tuple[Finding, ...]:
             columns = facts.columns
         found: list[Finding] = []
         for endpoint in pipeline.sinks if columns is not None else ():
-            own = projected(columns, endpoint.projection)
+            own = project(columns, endpoint.projection)
             _check(endpoint, own)
             found += _audited_by(pipeline, endpoint, own)
         return tuple(found)
@@ -97,7 +97,7 @@ def spark_defaults() -> dict[str, str]:
     return {words[0]: words[1] for words in lines if len(words) > 1}
 
 
-def projected(columns: pa.Schema, projection: Projection) -> pa.Schema:
+def project(columns: pa.Schema, projection: Projection) -> pa.Schema:
     """The columns that one sink gets.
 
     Raises:

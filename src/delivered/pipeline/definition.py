@@ -41,9 +41,9 @@ from delivered.pipeline.transform import (
     Transform,
     arrow,
     as_transform,
+    build_version,
     load_function,
     reads_all,
-    version_of,
 )
 from delivered.pipeline.transform import dedup as make_dedup
 from delivered.pipeline.transform import transform as declare
@@ -102,7 +102,7 @@ def _keys(sink: Endpoint, transform: Transform) -> list[str]:
     columns = grouping_columns(transform.sql)
     if not columns:
         groupings = [re.sub(r"\s+", " ", text).strip() for text in _GROUP_BY.findall(transform.sql)]
-        why = f"its SQL groups by {groupings[0]!r}" if len(groupings) == 1 else "the transform does not tell them"
+        why = f"its SQL groups by {groupings[0]!r}" if len(groupings) == 1 else "the transform does not show them"
         raise UsageError("OUTPUT_MODE_KEYS", label=sink.label, reason=why)
     return columns
 
@@ -302,7 +302,7 @@ class Definition:
         return cls(
             name=file.pipeline,
             guarantee=file.guarantee,
-            checkpoint=_resolved(folder, file.checkpoint),
+            checkpoint=_resolve_location(folder, file.checkpoint),
             sources={n: endpoint_of(s, folder) for n, s in file.endpoints.items()},
             sinks=[endpoint_of(s, folder) for s in file.sinks],
             dedup=_dedup_of(file.dedup),
@@ -327,7 +327,7 @@ class Definition:
     def transform_version(self) -> str:
         """A fingerprint of the transform with what the sinks select of it; kept with every batch that is decided."""
         projections = zip(self.sink_names, (s.projection for s in self.sinks), strict=True)
-        return version_of(self.transform, projections, self.on_bad_row, tuple(self.sources))
+        return build_version(self.transform, projections, self.on_bad_row, tuple(self.sources))
 
     @property
     def spec(self) -> PipelineSpec:
@@ -419,7 +419,7 @@ def _on_bad_row(on_bad_row: str, dead_letter: Endpoint | None) -> OnBadRow:
     return policy
 
 
-def _resolved(folder: Path, location: str) -> str:
+def _resolve_location(folder: Path, location: str) -> str:
     """A relative path in a file is relative to the file."""
     plain = "://" not in location and not location.startswith(("env:", "file:", "~"))
     return str((folder / location).absolute()) if plain else location
@@ -428,7 +428,7 @@ def _resolved(folder: Path, location: str) -> str:
 def endpoint_of(entry: SourceEntry | SinkEntry, folder: Path) -> Endpoint:
     options = {k: as_text(k, v) for k, v in (entry.__pydantic_extra__ or {}).items()}
     for key in [k for k in options if k.lower() == "path"]:
-        options[key] = _resolved(folder, options[key])
+        options[key] = _resolve_location(folder, options[key])
     if isinstance(entry, SourceEntry):
         return Endpoint(entry.format, options)
     audit = entry.audit.model_dump(exclude_none=True) if entry.audit else {}

@@ -10,14 +10,21 @@ from typing import Any
 import psutil
 
 from delivered.checkpoint import sidecar
-from delivered.checkpoint.folder import is_done, logged, newest_offsets, read_view, repartitions_before, unwritable
-from delivered.checkpoint.sidecar import changed_dedup, decider, removed
+from delivered.checkpoint.folder import (
+    find_unwritable,
+    is_done,
+    newest_offsets,
+    read_logged,
+    read_view,
+    repartitions_before,
+)
+from delivered.checkpoint.sidecar import find_changed_dedup, read_decider, read_removed
 from delivered.contract.sink import Sink
 from delivered.contract.source import Finding
 from delivered.engine.context import open_shared_ledger
-from delivered.engine.owner import living
-from delivered.engine.recover import other_ledgers
-from delivered.engine.rules import judge, renamed
+from delivered.engine.owner import find_living
+from delivered.engine.recover import find_other_ledgers
+from delivered.engine.rules import find_rename, judge
 from delivered.engine.sinks import Member, Sinks
 from delivered.model.capability import SourceCapability, WriteMode
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, UsageError, missing_extra
@@ -25,7 +32,7 @@ from delivered.model.identity import SOURCE, Scope
 from delivered.model.patience import asking_once
 from delivered.model.work import CheckpointView, LedgerState
 from delivered.pipeline.changing import changing_in_sql
-from delivered.pipeline.columns import checked_columns
+from delivered.pipeline.columns import check_columns
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import connectors
@@ -116,18 +123,18 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
 
 
 def _gather(pipeline: Definition, session: SessionFacts | None, offline: bool, takeover: bool) -> Request:
-    sources = tuple(_source(n, e, offline) for n, e in pipeline.sources.items())
-    made = [(e, e.sink()) for e in pipeline.all_sinks]
+    sources = tuple(_build_source(n, e, offline) for n, e in pipeline.sources.items())
+    declared = [(e, e.sink()) for e in pipeline.all_sinks]
     readable = not any(f.refuses for s in sources for f in s.findings)
-    sinks = tuple(_sink(pipeline, e, s, offline, readable) for e, s in made)
+    sinks = tuple(_build_sink(pipeline, e, s, offline, readable) for e, s in declared)
     checkpoint = CheckpointFacts(pipeline.checkpoint, takeover=takeover)
     findings = [*(f for s in sources for f in s.findings), *(f for s in sinks for f in s.findings)]
     blocked = any(f.refuses for f in findings) or len({s.name for s in sinks}) < len(sinks) or not sinks
     if not offline and not blocked:
-        checkpoint = _checkpoint(pipeline, session, takeover)
-    transform = _transform(pipeline)
+        checkpoint = _build_checkpoint(pipeline, session, takeover)
+    transform = _build_transform(pipeline)
     if not offline and not blocked:
-        found = checked_columns(pipeline) if session is None else session.check_transform()
+        found = check_columns(pipeline) if session is None else session.check_transform()
         transform = replace(transform, findings=found)
     return Request(
         pipeline=pipeline.name,
@@ -136,7 +143,7 @@ def _gather(pipeline: Definition, session: SessionFacts | None, offline: bool, t
         sinks=sinks,
         checkpoint=checkpoint,
         transform=transform,
-        execution=_execution(pipeline, session),
+        execution=_build_execution(pipeline, session),
         on_bad_row=pipeline.on_bad_row,
         dead_letters=sinks[-1].name if pipeline.dead_letter is not None else None,
         dedup=pipeline.dedup,
@@ -145,7 +152,7 @@ def _gather(pipeline: Definition, session: SessionFacts | None, offline: bool, t
     )
 
 
-def _transform(pipeline: Definition) -> TransformFacts:
+def _build_transform(pipeline: Definition) -> TransformFacts:
     """The transform with the sinks' projections: both must give the same rows when a batch reruns."""
     facts = pipeline.transform.facts()
     texts = " ".join(text for e in pipeline.sinks for text in e.projection.texts)
@@ -155,7 +162,7 @@ def _transform(pipeline: Definition) -> TransformFacts:
     return replace(facts.seen(changing_in_sql(texts)), kind=kind)
 
 
-def _source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
+def _build_source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
     name = "" if name == SOURCE else name
     if endpoint.is_spark_own:
         known = endpoint.system.lower() in _SPARK_SOURCES_REPLAYABLE
@@ -169,10 +176,10 @@ def _source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
         return SourceFacts(endpoint.label, capability, name=name)
     source = endpoint.source()
     findings = () if offline else _run_preflight(source.preflight)
-    return SourceFacts(endpoint.label, source.capability(), (*_in_clear(endpoint, source), *findings), name)
+    return SourceFacts(endpoint.label, source.capability(), (*_find_unencrypted(endpoint, source), *findings), name)
 
 
-def _sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: bool, readable: bool) -> SinkFacts:
+def _build_sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: bool, readable: bool) -> SinkFacts:
     """Args: readable: no source refuses; else it is not asked, and waited for, once more."""
     findings = () if offline else _run_preflight(lambda: sink.preflight(pipeline.guarantee))
     checked: tuple[str, ...] = ()
@@ -182,17 +189,17 @@ def _sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: bool, r
         scope = Scope(pipeline.name, endpoint.name or sink.name, NO_INCARNATION)
         findings += _run_preflight(lambda: sink.check_ledger(scope))
         checked = tuple(sink.checked_target())
-    found = (*_in_clear(endpoint, sink), *findings)
+    found = (*_find_unencrypted(endpoint, sink), *findings)
     return SinkFacts(endpoint.name or sink.name, endpoint.label, sink.capability(), found, checked)
 
 
-def _in_clear(endpoint: Endpoint, part: Any) -> Iterator[Finding]:
+def _find_unencrypted(endpoint: Endpoint, part: Any) -> Iterator[Finding]:
     """Warnings of a source's or sink's options, and of those that it wraps."""
     for sentence in getattr(getattr(part, "options", None), "in_clear", ()):
         yield Finding.build("UNENCRYPTED", refuses=False, label=endpoint.label, sentence=sentence)
     for inner in ("source", "sink", "queue"):
         if (wrapped := getattr(part, inner, None)) is not None and hasattr(wrapped, "options"):
-            yield from _in_clear(endpoint, wrapped)
+            yield from _find_unencrypted(endpoint, wrapped)
 
 
 def _run_preflight(preflight: Any) -> tuple[Finding, ...]:
@@ -208,7 +215,7 @@ def _run_preflight(preflight: Any) -> tuple[Finding, ...]:
         return (Finding.refusal(missing),)
 
 
-def _execution(pipeline: Definition, session: SessionFacts | None) -> Execution:
+def _build_execution(pipeline: Definition, session: SessionFacts | None) -> Execution:
     options = {k.lower(): v.lower() for e in pipeline.all_sinks for k, v in e.options.items()}
     conf = {k.lower(): str(v).lower() for k, v in pipeline.conf.items()}
     asynchronous = "true" in (options.get(ASYNC_PROGRESS), conf.get(ASYNC_CONF))
@@ -221,10 +228,10 @@ def _execution(pipeline: Definition, session: SessionFacts | None) -> Execution:
     )
 
 
-def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bool) -> CheckpointFacts:
+def _build_checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bool) -> CheckpointFacts:
     spec = pipeline.spec
     sinks = spec.open()
-    incarnation, newest = logged(pipeline.checkpoint)
+    incarnation, newest = read_logged(pipeline.checkpoint)
     # Before the ledger, which a running pipeline advances.
     done = newest is not None and is_done(pipeline.checkpoint, newest)
     scope = spec.scope(sinks, incarnation)
@@ -232,7 +239,7 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
     try:
         state = ledger.look()
         view = CheckpointView(scope.incarnation, 0 if newest is None else newest + int(done), "", None)
-        other_name = renamed(view, scope, spec.tolerance, other_ledgers(ledger, view, state))
+        other_name = find_rename(view, scope, spec.tolerance, find_other_ledgers(ledger, view, state))
     finally:
         ledger.close()
     # Over Spark Connect the owner's process is the server, which outlives the query.
@@ -241,63 +248,65 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
         location=pipeline.checkpoint,
         incarnation=incarnation,
         newest=newest,
-        ledger_newest=_newest(state),
+        ledger_newest=_find_newest(state),
         ledger_offsets="" if state.last is None else state.last.offsets,
         ledger_others=() if state.last is None else state.last.other_sinks,
-        owner=None if connect else living(state.owner, session.jvm if session is not None else None),
-        unwritable=unwritable(pipeline.checkpoint),
+        owner=None if connect else find_living(state.owner, session.jvm if session is not None else None),
+        unwritable=find_unwritable(pipeline.checkpoint),
         renamed=other_name,
         ledger_missing=newest is not None
-        and _newest(state) is None
+        and _find_newest(state) is None
         and not pipeline.missing_ledger
         and (newest > 0 or done),
         ledger_behind=newest is not None
         and not pipeline.missing_ledger
         and _is_behind(state, pipeline.checkpoint, newest + int(done)),
         takeover=takeover,
-        earlier=_earlier(state),
+        earlier=_build_earlier(state),
         accepts_new=pipeline.new_checkpoint,
-        transform_changed=_transform_changed(state, spec.transform),
+        transform_changed=_find_transform_change(state, spec.transform),
         offsets_text=newest_offsets(pipeline.checkpoint),
         unfinished=newest is not None and not done,
-        other_decider=_other_decider(pipeline, state, newest, done),
-        removed=removed(pipeline.checkpoint),
-        other_dedup=changed_dedup(pipeline.checkpoint, pipeline.dedup, scope.sink) if incarnation is not None else None,
+        other_decider=_find_other_decider(pipeline, state, newest, done),
+        removed=read_removed(pipeline.checkpoint),
+        other_dedup=find_changed_dedup(pipeline.checkpoint, pipeline.dedup, scope.sink)
+        if incarnation is not None
+        else None,
     )
 
 
 def _is_behind(state: LedgerState, checkpoint: str, following: int) -> bool:
     """Whether a ledger that knows the checkpoint lacks batches before the one that Spark runs first."""
-    newest = _newest(state)
+    newest = _find_newest(state)
     decided = -1 if state.last is None else state.last.batch
     if newest in (None, following) or decided >= following - 1:
         return False
     return decided < following - 1 - repartitions_before(checkpoint, following)
 
 
-def _other_decider(pipeline: Definition, state: LedgerState, newest: int | None, done: bool) -> str | None:
-    """The sink that decided before and is gone, if the ledger asked now may lack a batch that it decided."""
+def _find_other_decider(pipeline: Definition, state: LedgerState, newest: int | None, done: bool) -> str | None:
+    """The sink that decided before and was removed, if the ledger asked now may lack a batch that it decided."""
     if newest is None or pipeline.missing_ledger:
         return None
-    former = decider(pipeline.checkpoint)
+    former = read_decider(pipeline.checkpoint)
     now = {e.sink_name for e in pipeline.all_sinks}
     own = -1 if state.last is None else state.last.batch
     up_to_date = own == newest or (done and own == newest - repartitions_before(pipeline.checkpoint, newest + 1))
     return None if former in now or up_to_date else former
 
 
-def _newest(state: LedgerState) -> int | None:
-    return max((r.batch for r in (state.last, state.begun) if r is not None), default=None)
+def _find_newest(state: LedgerState) -> int | None:
+    return max((r.batch for r in (state.last, state.started) if r is not None), default=None)
 
 
-def _transform_changed(state: LedgerState, now: str) -> tuple[int, int] | None:
+def _find_transform_change(state: LedgerState, now: str) -> tuple[int, int] | None:
     if state.last is None or state.last.transform in ("", now):
         return None
     return state.last.transforms[-1].batch, state.last.batch
 
 
-def _earlier(state: LedgerState) -> EarlierFacts | None:
-    if state.last is not None or state.begun is not None or not state.earlier:
+def _build_earlier(state: LedgerState) -> EarlierFacts | None:
+    if state.last is not None or state.started is not None or not state.earlier:
         return None
     earlier = state.earlier[0]
     return EarlierFacts(earlier.scope.incarnation, earlier.batch, earlier.offsets)
@@ -351,17 +360,17 @@ def _refused_by_ledger(spec: PipelineSpec, sinks: Sinks, checkpoint: str) -> Non
     ledger = open_shared_ledger(sinks, scope)
     try:
         state = ledger.look()
-        others = other_ledgers(ledger, view, state)
+        others = find_other_ledgers(ledger, view, state)
     finally:
         ledger.close()
-    if _newest(state) == view.batch and not view.offsets:
+    if _find_newest(state) == view.batch and not view.offsets:
         return  # the offsets that Spark will log are known only in the batch
     judge(state, view, scope, spec.guarantee, spec.tolerance, others)
 
 
 def _next_batch(checkpoint: str) -> CheckpointView:
     """The batch that Spark will run first: the newest logged one, unless it is committed. Offsets: empty if unknown."""
-    incarnation, newest = logged(checkpoint)
+    incarnation, newest = read_logged(checkpoint)
     if incarnation is None or newest is None:
         return CheckpointView(incarnation or NO_INCARNATION, 0, "", None)
     view = read_view(checkpoint)
@@ -380,12 +389,12 @@ def as_started(pipeline: Definition) -> dict[str, Endpoint]:
 
 
 def sink_as_started(pipeline: Definition, endpoint: Endpoint) -> Sink:
-    """A sink that tells which rows it accepts as in the newest batches; as declared, if none was planned."""
+    """A sink that checks rows as in the newest batches; as declared, if none was planned."""
     sink = endpoint.sink()
-    newest = logged(pipeline.checkpoint)[1]
+    newest = read_logged(pipeline.checkpoint)[1]
     if newest is None or not sink.schema_columns:
         return sink
-    name, known = endpoint.name or sink.name, sidecar.written_schemas(pipeline.checkpoint, newest) or {}
+    name, known = endpoint.name or sink.name, sidecar.read_written_schemas(pipeline.checkpoint, newest) or {}
     ids = {c: known[f"{name}.{c}"] for c in sink.schema_columns if f"{name}.{c}" in known}
     return sink.by_ids(ids) if len(ids) == len(sink.schema_columns) else sink
 
@@ -396,7 +405,7 @@ def for_start(pipeline: Definition) -> dict[str, Endpoint]:
     A batch that is logged and not finished runs again with the versions that it was planned with, and so does this
     start of the query: other columns could give other rows. The next start takes the newest.
     """
-    newest = logged(pipeline.checkpoint)[1]
+    newest = read_logged(pipeline.checkpoint)[1]
     unfinished = newest is not None and not is_done(pipeline.checkpoint, newest)
     kept = sidecar.read_schemas(pipeline.checkpoint) if unfinished else {}
     found: dict[str, dict[str, int]] = {}
@@ -417,7 +426,7 @@ def unfit_for_unfinished(pipeline: Definition, why: str) -> UsageError | None:
     Args:
         why: Spark's, as one line.
     """
-    newest, kept = logged(pipeline.checkpoint)[1], sidecar.read_schemas(pipeline.checkpoint)
+    newest, kept = read_logged(pipeline.checkpoint)[1], sidecar.read_schemas(pipeline.checkpoint)
     if newest is None or not kept or is_done(pipeline.checkpoint, newest):
         return None
     versions = ", ".join(f"{c} of {name} in version {v}" for name, found in kept.items() for c, v in found.items())

@@ -18,8 +18,7 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from delivered.model.catalogue import did_you_mean
-from delivered.model.errors import UsageError
+from delivered.model.errors import UsageError, did_you_mean
 from delivered.model.identity import SOURCE
 from delivered.model.options import Option, OptionTable
 from delivered.model.secrets import shown
@@ -454,16 +453,16 @@ def _files_near(path: Path) -> str:
 def load_text(text: str, name: str = "pipeline", overrides: Mapping[str, Any] | None = None) -> PipelineFile:
     """As `load_file`, from text; errors show `name`."""
     data, lines = _parse(text, name)
-    data = _references(data, name, lines, ())
+    data = _resolve_references(data, name, lines, ())
     origins: dict[str, str] = {}
     for variable, key in ENVIRONMENT.items():
         if variable in os.environ:
-            _put(data, key, _typed(os.environ[variable]), variable)
+            _put(data, key, _parse_scalar(os.environ[variable]), variable)
             origins[key] = variable
     for dotted, value in (overrides or {}).items():
         _put(data, dotted, value, f"--set {dotted}")
         origins[dotted] = "the command line"
-    return _validated(data, name, lines, origins)
+    return _validate(data, name, lines, origins)
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -475,10 +474,10 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise UsageError("OVERRIDE_VALUE.SYNTAX", text=text)
-    return key, _typed(value)
+    return key, _parse_scalar(value)
 
 
-def _typed(text: str) -> Any:
+def _parse_scalar(text: str) -> Any:
     """Shell text, read as YAML: 1 is a number, true is true."""
     try:
         value = load_yaml(text)
@@ -546,13 +545,13 @@ def _lines(node: Any, path: Path_, lines: dict[Path_, int], name: str) -> None:
             _lines(value, (*path, i), lines, name)
 
 
-def _references(value: Any, name: str, lines: Mapping[Path_, int], path: Path_) -> Any:
+def _resolve_references(value: Any, name: str, lines: Mapping[Path_, int], path: Path_) -> Any:
     """`${env:NAME}` becomes the reference `env:NAME`: the secret itself is read where it is used, never here."""
     match value:
         case dict():
-            return {k: _references(v, name, lines, (*path, k)) for k, v in value.items()}
+            return {k: _resolve_references(v, name, lines, (*path, k)) for k, v in value.items()}
         case list():
-            return [_references(v, name, lines, (*path, i)) for i, v in enumerate(value)]
+            return [_resolve_references(v, name, lines, (*path, i)) for i, v in enumerate(value)]
         case str() if "${" in value:
             reference = _REFERENCE.fullmatch(value.strip())
             if reference is None:
@@ -587,12 +586,12 @@ def _put(data: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
 _SEE_KEYS = "correct the value; `delivered init` writes an example"
 
 
-def _validated(data: dict[str, Any], name: str, lines: Mapping[Path_, int], origins: Mapping[str, str]) -> PipelineFile:
+def _validate(data: dict[str, Any], name: str, lines: Mapping[Path_, int], origins: Mapping[str, str]) -> PipelineFile:
     """Args: origins: of values that are not the file's."""
     try:
         return PipelineFile.model_validate(data)
     except pydantic.ValidationError as error:
-        faults = list(_faults(error, name, lines, origins))
+        faults = list(_describe_faults(error, name, lines, origins))
     texts, steps = [t for t, _ in faults[:_ERRORS_SHOWN]], [s for _, s in faults if s]
     more = f" (and {len(faults) - _ERRORS_SHOWN} more)" if len(faults) > _ERRORS_SHOWN else ""
     raise UsageError(
@@ -600,7 +599,7 @@ def _validated(data: dict[str, Any], name: str, lines: Mapping[Path_, int], orig
     )
 
 
-def _faults(
+def _describe_faults(
     error: pydantic.ValidationError, name: str, lines: Mapping[Path_, int], origins: Mapping[str, str]
 ) -> Iterable[tuple[str, str | None]]:
     reported = set[Path_]()
@@ -616,14 +615,14 @@ def _faults(
                 yield _unknown(where, path)
             case "missing":
                 missing = _dotted(fault["loc"])
-                yield f"{where}: {missing!r} is missing", f"add {missing}{_meant(fault['loc']) or ': ...'}"
+                yield f"{where}: {missing!r} is missing", f"add {missing}{_suggest(fault['loc']) or ': ...'}"
             case "value_error":
                 yield f"{where}: {key}: {fault['ctx']['error']}", None
             case _:
                 given = shown(fault["input"], str(path[-1]) if path else "")
                 allowed = re.findall(r"'([^']*)'", str(fault.get("ctx", {}).get("expected", "")))
                 step: str | None = did_you_mean(str(fault["input"]), allowed).strip()
-                if not step and (meant := f": {' or '.join(allowed)}" if allowed else _meant(path)):
+                if not step and (meant := f": {' or '.join(allowed)}" if allowed else _suggest(path)):
                     step = f"write {key}{meant}"
                 if fault["type"] == "model_type" and path[:1] == ("sources",):
                     step = "write 'source'; or name each source: sources: {orders: {format: ...}}"
@@ -663,7 +662,7 @@ def _unknown(where: str, path: Path_) -> tuple[str, str | None]:
     return f"{where}: unknown key {_dotted(path)!r}; known: {known}", f"write {near[0]!r}" if near else "remove it"
 
 
-def _meant(path: tuple[str | int, ...]) -> str | None:
+def _suggest(path: tuple[str | int, ...]) -> str | None:
     """For a next step, what follows a key: the words that it may have, or its description in brackets."""
     model = _MODELS.get(str(path[0]) if len(path) > 1 else "", PipelineFile)
     field = model.model_fields.get(str(path[-1]) if path else "")

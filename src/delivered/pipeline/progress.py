@@ -32,7 +32,7 @@ class Progress:
     Attributes:
         batch: the newest decided batch; None: none yet.
         records: decided since `watch` began, at all sinks; given_up: the same, for at_most_once.
-        left_out: of these, rows that a table did not take, by kind: "conflict", "constraint".
+        skipped: of these, rows that a table did not accept, by kind: "conflict", "constraint".
         late: rows that Spark dropped as older than the watermark; an aggregation counts them after it grouped a task's.
         rate: records per second over the last ten seconds: 0 when nothing arrives.
         lag: offsets between what the last batch read and the end of its sources; None: a source does not count them.
@@ -44,14 +44,14 @@ class Progress:
         self,
         ledger: Ledger,
         reports: Callable[[str], Sequence[Mapping[str, Any]]] = lambda _: (),
-        left_out: Callable[[], Counter[str]] = Counter,
+        skipped: Callable[[], Counter[str]] = Counter,
         step: Callable[[int | None], str] = lambda _: WAITING,
     ) -> None:
         self._ledger = ledger
         self._step = step
         self.step = WAITING
         self._reports = reports
-        self._left_out = left_out
+        self._skipped = skipped
         self._window: deque[tuple[float, int]] = deque()
         self.lag: int | None = None
         self._first: tuple[int, int, int, Counter[str]] | None = None
@@ -60,7 +60,7 @@ class Progress:
         self.batches = 0
         self.records = 0
         self.given_up = 0
-        self.left_out = Counter[str]()
+        self.skipped = Counter[str]()
         self.late = 0
         self._reported = ""
         self.rate = 0.0
@@ -94,7 +94,7 @@ class Progress:
             with within(_LOOK_S_MAX):
                 last = self._ledger.look().last
                 newest = last.batch if last is not None else -1
-                counted = self._left_out() if self._first is None or newest != self.batch else self.left_out
+                counted = self._skipped() if self._first is None or newest != self.batch else self.skipped
         except DeliveredError:
             return
         batch, records, given_up = -1, 0, 0
@@ -110,7 +110,7 @@ class Progress:
             return
         self.batch, self.batches = batch, batch - self._first[0]
         self.records, self.given_up = records - self._first[1], given_up - self._first[2]
-        self.left_out = counted - self._first[3]
+        self.skipped = counted - self._first[3]
 
     @property
     def shown(self) -> tuple[Any, ...]:
@@ -121,8 +121,8 @@ class Progress:
     def totals(self) -> str:
         """For display: "4 batches, 10,000 records"."""
         lost = f", {self.given_up:,} given up" if self.given_up else ""
-        kinds = ", ".join(f"{n:,} {kind}" for kind, n in sorted(self.left_out.items()))
-        lost += f", {self.left_out.total():,} not taken by a table ({kinds})" if kinds else ""
+        kinds = ", ".join(f"{n:,} {kind}" for kind, n in sorted(self.skipped.items()))
+        lost += f", {self.skipped.total():,} not accepted by a table ({kinds})" if kinds else ""
         lost += f", {self.late:,} rows dropped as late" if self.late else ""
         return f"{self.batches:,} {_plural(self.batches, 'batch', 'batches')}, {self.records:,} records{lost}"
 
@@ -141,7 +141,7 @@ class Progress:
             "batches": self.batches,
             "records": self.records,
             "given_up": self.given_up,
-            "left_out": dict(self.left_out),
+            "left_out": dict(self.skipped),
             "late": self.late,
             "records_per_second": round(self.rate, 1),
             "lag": self.lag,
@@ -164,12 +164,12 @@ def watch(pipeline: Definition, query: Any, recent: Reports) -> Iterator[Progres
     conditional = [m for m in sinks.members if m.sink.capability().write.conditional]
     committers = [m.sink.committer(replace(scope, sink=m.name)) for m in conditional]
 
-    def left_out() -> Counter[str]:
-        return sum((Counter(c.left_out()) for c in committers), Counter())
+    def skipped() -> Counter[str]:
+        return sum((Counter(c.skipped()) for c in committers), Counter())
 
     try:
         step = partial(_step, query, pipeline.checkpoint)
-        progress = Progress(ledger, lambda since: _reported(query, recent, since), left_out, step)
+        progress = Progress(ledger, lambda since: _reported(query, recent, since), skipped, step)
         progress.refresh()
         yield progress
     finally:

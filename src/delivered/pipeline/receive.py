@@ -15,20 +15,20 @@ from typing import Any
 import psutil
 
 from delivered.contract.source import ReceiverReport
-from delivered.engine.owner import new_owner, running
+from delivered.engine.owner import is_running, new_owner
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVER_SILENT_S, RECEIVERS_MAX
 from delivered.model.options import resolve_secrets
 from delivered.model.patience import StoppedWaiting, patiently
 from delivered.model.step import JsonLines, as_json
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.registry import connector, received
+from delivered.pipeline.registry import connector, find_received
 from delivered.receiver import QUARANTINE_SUFFIX, Counts, ReceiveLoop
 
 # Receivers report themselves next to the log that they fill, so that operators see whether they live.
 #
 # A receiver that stops as asked removes its report. One that dies leaves it, until another receiver takes its place:
-# each start removes the report of one that is gone. Proves nothing, and never stops a receiver.
+# each start removes the report of one that died. Proves nothing, and never stops a receiver.
 
 MESSAGES = ("received", "entered", "repeated", "quarantined", "acknowledged", "unacknowledged")
 _COUNTED = (*MESSAGES, "paused", "reconnected")
@@ -37,13 +37,13 @@ _EVERY_REMOTE_S = 10.0
 """For a log in an object store, where each report is a request."""
 
 
-def has_died(report: ReceiverReport) -> bool:
-    """Whether a receiver is dead, or has said nothing for `RECEIVER_SILENT_S`: it hangs, or its machine is gone.
+def is_dead(report: ReceiverReport) -> bool:
+    """Whether a receiver is dead, or has said nothing for `RECEIVER_SILENT_S`: it hangs, or its machine is down.
 
     By two machines' clocks, for display: a receiver whose report was removed reports again.
     """
     silent = time.time() - report.at_ms / 1000 > RECEIVER_SILENT_S
-    return silent or running(report.owner) is False
+    return silent or is_running(report.owner) is False
 
 
 class Presence:
@@ -62,21 +62,21 @@ class Presence:
         self._due = 0.0
 
     def join(self) -> None:
-        """Report, and take the place of one that is gone."""
-        self.tell(Counts())
+        """Report, and take the place of one that died."""
+        self.report(Counts())
         with self._tolerant():
-            gone = next(filter(has_died, self._receivers.read()), None)
-            if gone is not None:
-                self._receivers.remove(gone)
+            dead = next(filter(is_dead, self._receivers.read()), None)
+            if dead is not None:
+                self._receivers.remove(dead)
 
-    def tell(self, counts: Counts) -> None:
+    def report(self, counts: Counts) -> None:
         """Report, if it is time to."""
         now = time.monotonic()
         if now < self._due:
             return
         self._due = now + self._every_s
-        told = {name: getattr(counts, name) for name in _COUNTED}
-        self._report = replace(self._report, at_ms=int(time.time() * 1000), counts=told)
+        counted = {name: getattr(counts, name) for name in _COUNTED}
+        self._report = replace(self._report, at_ms=int(time.time() * 1000), counts=counted)
         with self._tolerant():
             self._receivers.write(self._report)
 
@@ -101,7 +101,7 @@ _POLL_S = 0.2
 _RESTART_S_MAX = 30.0
 _STOP_TIMEOUT_S = 60.0
 _REPORT_S = 0.5
-_LATENCIES_TOLD = 1_000
+_LATENCIES_REPORTED = 1_000
 Report = Callable[[int, Counts], None]
 
 
@@ -136,11 +136,11 @@ def receive(
     if processes == 1:
         receive_one(source.system, source.options, 0, asked_to_stop, idle_s, report)
         return
-    _Several(source, processes, idle_s).run(asked_to_stop, report)
+    _Processes(source, processes, idle_s).run(asked_to_stop, report)
 
 
 @contextlib.contextmanager
-def receiving(
+def run_receivers(
     source: Endpoint,
     processes: int,
     *,
@@ -153,13 +153,13 @@ def receiving(
     from delivered.connectors.log import open_journal
 
     _await(source, patience_s, _never)
-    made = received(source.system, source.options).options
+    made = find_received(source.system, source.options).options
     open_journal(made.log, resolve_secrets("storage.", made.storage), 1).close()
     stop, failed = threading.Event(), list[Exception]()
 
     def run() -> None:
         try:
-            _Several(source, processes, None).run(stop.is_set, None)
+            _Processes(source, processes, None).run(stop.is_set, None)
         except Exception as error:
             failed.append(error)
 
@@ -212,7 +212,7 @@ def check(source: Endpoint) -> None:
         Unreachable: the server is unreachable.
         UsageError: it cannot be received from.
     """
-    for finding in received(source.system, source.options).queue.preflight():
+    for finding in find_received(source.system, source.options).queue.preflight():
         if finding.transient:
             raise Unreachable(finding.code, finding.message, finding.next_step)
         if finding.refuses:
@@ -229,7 +229,7 @@ def receive_one(
     report: Report | None = None,
 ) -> Counts:
     """One receiver, in this process. Number 0 also maintains the log."""
-    source = received(system, options)
+    source = find_received(system, options)
     made = source.options
     storage = resolve_secrets("storage.", made.storage)
     from delivered.connectors.log import open_journal
@@ -243,7 +243,7 @@ def receive_one(
     idle, presence = _Idle(loop, idle_s), Presence(made.log, storage)
 
     def over() -> bool:  # the loop asks several times a second, whatever it waits for
-        presence.tell(loop.counts)
+        presence.report(loop.counts)
         return stop() or idle.over()
 
     presence.join()
@@ -270,7 +270,7 @@ class _Idle:
         return time.monotonic() - self.since > self.after_s
 
 
-class _Several:
+class _Processes:
     """Receiver processes. One that dies of a signal or a failing server is restarted; a usage error ends all.
 
     Each has its own pipe, for its counts and for the request to stop: nothing is shared, so a killed one holds no lock
@@ -347,8 +347,8 @@ class _Several:
             pipe.close()
 
 
-class _Line:
-    """A receiver's end of its pipe."""
+class _Parent:
+    """The process that started this receiver, at the other end of a pipe."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
@@ -363,12 +363,12 @@ class _Line:
                 self._over = True
         return self._over
 
-    def tell(self, counts: Counts, last: bool = False) -> None:
+    def report(self, counts: Counts, last: bool = False) -> None:
         if not last and time.monotonic() - self._reported_at < _REPORT_S:
             return
         self._reported_at = time.monotonic()
         with contextlib.suppress(OSError):
-            self._pipe.send(replace(counts, latencies_s=counts.latencies_s[-_LATENCIES_TOLD:]))
+            self._pipe.send(replace(counts, latencies_s=counts.latencies_s[-_LATENCIES_REPORTED:]))
 
 
 def _process(system: str, options: Mapping[str, str], number: int, idle_s: float | None, pipe: Any) -> None:
@@ -377,9 +377,10 @@ def _process(system: str, options: Mapping[str, str], number: int, idle_s: float
     install_from_environment()
     quiet_client()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent requests the stop
-    line = _Line(pipe)
+    parent = _Parent(pipe)
     try:
-        line.tell(receive_one(system, options, number, line.stop, idle_s, lambda _, c: line.tell(c)), last=True)
+        counts = receive_one(system, options, number, parent.stop, idle_s, lambda _, c: parent.report(c))
+        parent.report(counts, last=True)
     except DeliveredError as error:
         _LOG.error("receiver %d: %s", number, error)
         raise SystemExit(error.exit_code) from None

@@ -35,24 +35,24 @@ _OWN = {
 """Our own connectors: code without installed metadata (`--py-files`, an older editable install) has them too."""
 
 
-def _others() -> dict[str, EntryPoint]:
+def _find_others() -> dict[str, EntryPoint]:
     """Connectors of other packages. Reads the metadata of every installed package."""
     return {e.name: e for e in entry_points(group=ENTRY_POINTS) if e.name not in _OWN}
 
 
 def connectors() -> dict[str, Connector]:
     """Every installed connector by name, but those that were written for another version of delivered."""
-    return dict(sorted(({name: _load(entry) for name, entry in _OWN.items()} | _usable()).items()))
+    return dict(sorted(({name: _load(entry) for name, entry in _OWN.items()} | _find_usable()).items()))
 
 
 def names() -> list[str]:
     """Of `connectors`. Imports none of our own."""
-    return sorted((*_OWN, *_usable()))
+    return sorted((*_OWN, *_find_usable()))
 
 
-def _usable() -> dict[str, Connector]:
+def _find_usable() -> dict[str, Connector]:
     found: dict[str, Connector] = {}
-    for name, entry in _others().items():
+    for name, entry in _find_others().items():
         try:
             found[name] = _load(entry)
         except UsageError as error:  # of another's connector, which this pipeline may not use
@@ -79,7 +79,7 @@ def connector(name: str) -> Connector:
     name = name.removeprefix(PREFIX)
     if name in _OWN:
         return _load(_OWN[name])
-    entries = _OWN | _others()
+    entries = _OWN | _find_others()
     if name not in entries:
         near = difflib.get_close_matches(name, entries, n=1)
         raise UsageError(
@@ -98,7 +98,7 @@ def find_source(system: str, options: Mapping[str, str]) -> Source:
         UsageError: no such connector, not a source, or a bad option.
     """
     found = connector(system)
-    source = received(system, options) if found.queues is not None else found.source(options)
+    source = find_received(system, options) if found.queues is not None else found.source(options)
     formats = _formats(found.source_options, options)
     if formats is None:
         return source
@@ -115,7 +115,7 @@ def _formats(table: OptionTable | None, options: Mapping[str, str]) -> FormatOpt
     return formats if formats.sides else None
 
 
-def received(system: str, options: Mapping[str, str]) -> ReceivedSource:
+def find_received(system: str, options: Mapping[str, str]) -> ReceivedSource:
     """A queue and the log that its receivers fill, as one source.
 
     Raises:

@@ -234,7 +234,7 @@ class PipelineSpec:
 @dataclass(frozen=True)
 class Drain:
     """How the user's process stops a query between two batches: a file on the driver's machine, where the source plans
-    its batches. Spark has no way to tell a source anything while its query runs."""
+    its batches. Spark cannot pass anything to a source while its query runs."""
 
     path: str
 
@@ -315,7 +315,7 @@ class Envelope:
     def encode(self) -> str:
         """For `OPTION`."""
         (kind,) = (k for k, of in _CONTENTS.items() if type(self.content) is of)
-        return json.dumps({"version": VERSION, "kind": kind, "content": _encoded(self.content)})
+        return json.dumps({"version": VERSION, "kind": kind, "content": _encode(self.content)})
 
     @staticmethod
     def decode(options: Mapping[str, str]) -> PipelineSpec | Reading | IdiomStart | StartCheck | None:
@@ -328,39 +328,39 @@ class Envelope:
             UsageError: another release wrote it, or it is damaged.
         """
         text = next((v for k, v in options.items() if k.lower() == OPTION), None)
-        return None if text is None else _decoded_text(text)
+        return None if text is None else _decode_text(text)
 
 
 @lru_cache(maxsize=32)
-def _decoded_text(text: str) -> Any:
+def _decode_text(text: str) -> Any:
     """Decoded once per process: a planning process gets the same options for every batch."""
     try:
         data = json.loads(text)
         version = data["version"]
         if version == VERSION:
-            return _decoded(_CONTENTS[data["kind"]], data["content"])
+            return _decode(_CONTENTS[data["kind"]], data["content"])
     except (ValueError, TypeError, KeyError) as error:
         raise UsageError("SPEC_UNREADABLE", error_type=type(error).__name__, error=error) from None
     raise UsageError("SPEC_VERSION", version=version, version_max=VERSION)
 
 
-def _encoded(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     if is_dataclass(value):
-        return {f.name: _encoded(getattr(value, f.name)) for f in fields(value) if not f.metadata}
+        return {f.name: _encode(getattr(value, f.name)) for f in fields(value) if not f.metadata}
     match value:
         case Enum():
             return value.value
         case bytes():
             return base64.b64encode(value).decode()
         case Mapping():
-            return {k: _encoded(v) for k, v in value.items()}
+            return {k: _encode(v) for k, v in value.items()}
         case tuple() | list():
-            return [_encoded(v) for v in value]
+            return [_encode(v) for v in value]
         case _:
             return value
 
 
-def _decoded(kind: Any, value: Any) -> Any:
+def _decode(kind: Any, value: Any) -> Any:
     """A value of JSON, as a field of this type.
 
     Raises:
@@ -368,16 +368,16 @@ def _decoded(kind: Any, value: Any) -> Any:
     """
     origin, of = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return None if value is None else _decoded(of[0], value)
+        return None if value is None else _decode(of[0], value)
     if origin is tuple:
         kinds = [of[0]] * len(value) if of[-1] is Ellipsis else of
-        return tuple(_decoded(k, v) for k, v in zip(kinds, value, strict=True))
+        return tuple(_decode(k, v) for k, v in zip(kinds, value, strict=True))
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         names = {f.name for f in fields(kind) if not f.metadata}
         if not isinstance(value, dict) or value.keys() != names:
             raise ValueError(f"it must have the fields {sorted(names)}")
-        return kind(**{name: _decoded(hints[name], value[name]) for name in names})  # type: ignore[operator]
+        return kind(**{name: _decode(hints[name], value[name]) for name in names})  # type: ignore[operator]
     if kind is bytes:
         return base64.b64decode(value, validate=True)
     if isinstance(kind, type) and issubclass(kind, Enum):

@@ -2,7 +2,7 @@
 
 Spark's own parser needs a JVM, and its analysis a session: 5 s. Here sqlglot reads the text in Spark's dialect, and an
 answer has three values (decision 102): wrong, for reasons that no version of Spark known here gets around; fine, as far
-as names and functions go; or in doubt, where only Spark can tell. What is wrong must be certain.
+as names and functions go; or in doubt, where only Spark knows. What is wrong must be certain.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from delivered.model.catalogue import did_you_mean
-from delivered.model.errors import UsageError
+from delivered.model.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from sqlglot import exp
@@ -95,7 +94,7 @@ _GENERATED = frozenset(["col", "pos", "key", "value", *(f"col{i}" for i in range
 """Columns that table functions and VALUES name themselves."""
 
 UNKNOWN = pa.null()
-"""Type of a column of which only Spark can tell."""
+"""Type of a column that only Spark knows."""
 _TYPES: Mapping[str, pa.DataType] = {
     "BOOLEAN": pa.bool_(),
     "TINYINT": pa.int8(),
@@ -118,7 +117,7 @@ class SqlFacts:
     """
     Attributes:
         error: why it cannot run; None: no reason is known.
-        doubt: what only Spark can tell; empty: nothing. The rest is then a guess.
+        doubt: what only Spark knows; empty: nothing. The rest is then a guess.
         columns: of its rows; a type may be `UNKNOWN`. None: unknown.
         aggregates: it aggregates a source over all of its records.
         sorts: its rows are sorted.

@@ -56,7 +56,7 @@ class Transform:
 
     @property
     def isolates(self) -> bool:
-        """Whether a row that it fails for can be told from the others."""
+        """Whether it is known which row it fails for."""
         return self.kind == "arrow" and self.function is not None
 
     def facts(self) -> TransformFacts:
@@ -159,7 +159,7 @@ def load_function(reference: str, folder: Path) -> Callable[[Any], Any]:
     return found
 
 
-def version_of(
+def build_version(
     transform: Transform,
     projections: Iterable[tuple[str, Projection]],
     on_bad_row: OnBadRow,
@@ -193,7 +193,7 @@ def _parts_of(what: Any, seen: set[int]) -> Iterator[str]:
     if isinstance(own, dict) and "__wrapped__" in own:
         yield from _parts_of(own["__wrapped__"], seen)
     if isinstance(what, FunctionType):
-        if _installed(what):
+        if _is_installed(what):
             yield f"{what.__module__}.{what.__qualname__}"
             return
         yield _source(what)
@@ -205,9 +205,9 @@ def _parts_of(what: Any, seen: set[int]) -> Iterator[str]:
         for cell in what.__closure__ or ():
             yield from _parts_of(_content(cell), seen)
     elif isinstance(what, type):
-        yield what.__qualname__ if _installed(what) else _source(what)
+        yield what.__qualname__ if _is_installed(what) else _source(what)
     elif isinstance(what, ModuleType):
-        own = getattr(what, "__file__", None) is not None and not _installed(what)
+        own = getattr(what, "__file__", None) is not None and not _is_installed(what)
         yield _source(what) if own else what.__name__
     elif isinstance(what, BuiltinFunctionType):
         yield what.__name__
@@ -235,7 +235,7 @@ def _parts_of(what: Any, seen: set[int]) -> Iterator[str]:
         yield type(what).__qualname__
 
 
-def _installed(what: Any) -> bool:
+def _is_installed(what: Any) -> bool:
     """Whether it belongs to an installed package, whose version is not tracked."""
     try:
         file = inspect.getfile(what)
@@ -249,10 +249,10 @@ def _source(what: Any) -> str:
         return inspect.getsource(what)
     except (OSError, TypeError):
         code = getattr(what, "__code__", None)
-        return "".join(_compiled(code)) if isinstance(code, CodeType) else str(what.__name__)
+        return "".join(_compile(code)) if isinstance(code, CodeType) else str(what.__name__)
 
 
-def _compiled(code: CodeType) -> Iterator[str]:
+def _compile(code: CodeType) -> Iterator[str]:
     for part in nested(code):
         constants = [repr(c) for c in part.co_consts if not isinstance(c, CodeType)]
         yield f"{part.co_code.hex()}{part.co_names}{constants}"

@@ -26,7 +26,7 @@ def with_schemas(spec: PipelineSpec, sinks: Sinks, schema: pa.Schema, plan: Batc
     if not formatted or (plan.action is Action.SKIP and not plan.rewrite):
         return sinks
     where, decided = spec.checkpoint, plan.is_decided
-    known = sidecar.written_schemas(where, plan.batch) if decided and where is not None else None
+    known = sidecar.read_written_schemas(where, plan.batch) if decided and where is not None else None
     if known is not None and all(f"{name}.{c}" in known for name, each, _ in formatted for c in each.schema_columns):
         settled = {
             name: each.by_ids({c: known[f"{name}.{c}"] for c in each.schema_columns}) for name, each, _ in formatted

@@ -9,8 +9,7 @@ from typing import Any, assert_never
 
 from delivered import html
 from delivered.model.capability import Guarantee, LedgerPlace
-from delivered.model.catalogue import texts
-from delivered.model.errors import Refused, Unreachable
+from delivered.model.errors import Refused, Unreachable, texts
 from delivered.model.step import Step
 
 _LABEL = 18

@@ -34,7 +34,7 @@ def make_plan(request: Request) -> Plan | Refusal:
         limits=tuple(_limits(request)),
         warnings=(
             *source_warnings(request),
-            *_transform_changed(request),
+            *_warn_of_transform_change(request),
             *map(str, request.findings),
         ),
         checked=tuple(line for s in request.sinks for line in s.checked),
@@ -63,7 +63,7 @@ def _can_be_had(request: Request, guarantee: Guarantee) -> bool:
     return all(reason.transient for reason in reasons(replace(request, guarantee=guarantee)))
 
 
-def _transform_changed(request: Request) -> Iterator[str]:
+def _warn_of_transform_change(request: Request) -> Iterator[str]:
     """Warnings if the newest batches ran with another transform."""
     if request.checkpoint.transform_changed is None:
         return
@@ -183,9 +183,9 @@ def _failing_rows(transform: TransformFacts, goes: str) -> list[str]:
         case "sql" | "python":
             what = "SQL" if transform.kind == "sql" else "a DataFrame's operations"
             return [
-                f"a row for which the transform fails stops the query, regardless of on_bad_row: Spark does not tell "
+                f"a row for which the transform fails stops the query, regardless of on_bad_row: Spark does not report "
                 f"which row {what} failed for. Use try_ functions (try_cast, try_divide), or a function over Arrow "
-                "batches (delivered.arrow), whose failing rows are told apart"
+                "batches (delivered.arrow), whose failing rows are known"
             ]
         case _:
             return []
@@ -352,13 +352,13 @@ def _begin(request: Request) -> Steps:
         return [
             Step(
                 StepId.BATCH_BEGIN,
-                "a checkpoint's first batch is recorded as begun",
+                "a checkpoint's first batch is recorded as started",
                 "nothing was sent; the batch runs again",
             )
         ]
     before = request.by_count("", ", before the first row is sent to any sink")
     return [
-        Step(StepId.BATCH_BEGIN, f"the batch is recorded as begun{before}", f"nothing was sent; {_given_up(request)}")
+        Step(StepId.BATCH_BEGIN, f"the batch is recorded as started{before}", f"nothing was sent; {_given_up(request)}")
     ]
 
 
@@ -372,7 +372,7 @@ def _source(source: SourceFacts) -> str:
 
 
 def _admit(request: Request) -> Steps:
-    return [Step(StepId.DEDUP_NOTE, "admitted keys are noted, but do not count yet", _after_read(request))]
+    return [Step(StepId.DEDUP_NOTE, "admitted keys are recorded, but do not count yet", _after_read(request))]
 
 
 def _stage(request: Request) -> Steps:
@@ -399,7 +399,7 @@ def _send(request: Request) -> Steps:
 def _flush(request: Request) -> Steps:
     if request.guarantee is Guarantee.AT_LEAST_ONCE:
         again = request.by_count(
-            "the whole batch is visible and is sent again", "the batch is sent to every sink again"
+            "the complete batch is visible and is sent again", "the batch is sent to every sink again"
         )
         return _each(request, StepId.WRITE_FLUSH, lambda _: "every row acknowledged", again)
     seen = f"{request.by_count('the', 'its')} rows are visible; {_given_up(request)}"

@@ -12,9 +12,8 @@ from enum import StrEnum
 
 from delivered.contract.source import Finding
 from delivered.model.capability import Commit, Guarantee, LedgerPlace, SinkCapability, SourceCapability
-from delivered.model.catalogue import PREFIX
 from delivered.model.dedup import Dedup
-from delivered.model.errors import DeliveredError
+from delivered.model.errors import PREFIX, DeliveredError
 from delivered.model.identity import SOURCE, by_source
 from delivered.model.limits import BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
 from delivered.model.options import shown, starting_at, without_newest

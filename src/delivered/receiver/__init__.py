@@ -30,7 +30,7 @@ from delivered.model.capability import SourceCapability
 from delivered.model.dedup import DURATION_MS, duration
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REFUSED_IN_A_ROW_MAX, REFUSED_TIMES, SOURCE_PATIENCE_S
-from delivered.model.options import Option, Options, OptionType, choice, option, prefixed, several, whole
+from delivered.model.options import Option, Options, OptionType, choice, integer, option, prefixed, several
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Failed, Ok, Outcome, Unknown
 
@@ -246,7 +246,7 @@ class ReceiveLoop:
             if not isinstance(outcome, Ok):
                 return outcome
         rest = batch if not bad else batch.pick(good)
-        done = guarded(self._journal, rest)
+        done = guard(self._journal, rest)
         if isinstance(done, Failed) and self._quarantine is not None:
             done = self._isolate(rest)
         elif isinstance(done, Ok) and done.value.entered:
@@ -285,9 +285,9 @@ class ReceiveLoop:
         if self._quarantine is None:
             raise BadRecord("MESSAGE_BAD", reasons=reasons[0])
         reach(StepId.RECEIVE_QUARANTINE, Moment.BEFORE, messages=len(bad))
-        outcome = guarded(self._quarantine, _with_reasons(bad, reasons))
+        outcome = guard(self._quarantine, _add_reasons(bad, reasons))
         if isinstance(outcome, Failed):  # it may reject what the log rejected, too
-            outcome = guarded(self._quarantine, _with_reasons(readable(bad), reasons))
+            outcome = guard(self._quarantine, _add_reasons(as_readable(bad), reasons))
         reach(StepId.RECEIVE_QUARANTINE, Moment.AFTER, messages=len(bad))
         if isinstance(outcome, Ok):
             self.counts.quarantined += outcome.value.entered
@@ -357,7 +357,7 @@ class ReceiveLoop:
         return _Gathering()
 
 
-def _with_reasons(bad: MessageBatch, reasons: Sequence[str]) -> MessageBatch:
+def _add_reasons(bad: MessageBatch, reasons: Sequence[str]) -> MessageBatch:
     headers: list[Sequence[tuple[str, bytes | None]]] = [
         [*h, ("delivered.reason", r.encode())] for h, r in zip(bad.headers, reasons, strict=True)
     ]
@@ -374,7 +374,7 @@ class Raised(Failed):
     """This code failed, not the store."""
 
 
-def guarded(journal: Journal, batch: MessageBatch) -> Outcome[Entered]:
+def guard(journal: Journal, batch: MessageBatch) -> Outcome[Entered]:
     """An append that turns every error into an outcome: a message can cause any error."""
     try:
         return journal.append(batch)
@@ -410,7 +410,7 @@ def isolate(journal: Journal, batch: MessageBatch, times: int, in_a_row: int = 0
     parts = [range(len(batch))]
     while parts:
         part = parts.pop()
-        done = _tried(journal, batch.pick(part), times if len(part) == 1 else 1)
+        done = _try_append(journal, batch.pick(part), times if len(part) == 1 else 1)
         match done:
             case Ok(more):
                 entered, repeated, tries = entered + more.entered, repeated + more.repeated, tries + more.tries
@@ -435,17 +435,17 @@ def isolate(journal: Journal, batch: MessageBatch, times: int, in_a_row: int = 0
     return isolated
 
 
-def _tried(journal: Journal, batch: MessageBatch, times: int) -> Outcome[Entered]:
-    done = guarded(journal, batch)
+def _try_append(journal: Journal, batch: MessageBatch, times: int) -> Outcome[Entered]:
+    done = guard(journal, batch)
     for _ in range(times - 1):
         if not isinstance(done, Failed):
             break
         time.sleep(_RETRY_S)
-        done = guarded(journal, batch)
+        done = guard(journal, batch)
     return done
 
 
-def readable(batch: MessageBatch) -> MessageBatch:
+def as_readable(batch: MessageBatch) -> MessageBatch:
     """A copy for logs that reject the original messages: everything but id and body as text."""
     headers = [
         [("delivered.key", _text(key)), ("delivered.time_us", _text(at)), ("delivered.headers", _text(list(pairs)))]
@@ -474,7 +474,7 @@ _LOG_OPTIONS = (
 
 
 def _read_milliseconds(text: str) -> float:
-    return whole(0, 60_000).read(text) / 1000
+    return integer(0, 60_000).read(text) / 1000
 
 
 def _log_options(_owner: str, values: Mapping[str, str]) -> dict[str, str]:
@@ -500,7 +500,7 @@ class ReceiveOptions(Options):
     window: int = option(
         "dedupWindow",
         "Number of newest messages per log partition among which a redelivered one is recognised.",
-        whole(1, limits.DEDUP_WINDOW_MAX),
+        integer(1, limits.DEDUP_WINDOW_MAX),
         default=limits.DEDUP_WINDOW,
     )
     dedup_for_ms: int = option(
@@ -513,13 +513,13 @@ class ReceiveOptions(Options):
     partitions: int = option(
         "logPartitions",
         "Partitions of the log, by a hash of the key; 1 keeps the queue's order.",
-        whole(1, 1_000),
+        integer(1, 1_000),
         default=1,
     )
     messages_max: int = option(
         "receiveMessagesMax",
         "Maximum number of messages per append to the log.",
-        whole(1, 1_000_000),
+        integer(1, 1_000_000),
         default=limits.RECEIVE_MESSAGES_MAX,
     )
     linger_s: float = option(
@@ -531,7 +531,7 @@ class ReceiveOptions(Options):
     message_bytes_max: int = option(
         "messageBytesMax",
         "Larger messages are bad (see badMessages).",
-        whole(1, limits.RECEIVE_BYTES_MAX),
+        integer(1, limits.RECEIVE_BYTES_MAX),
         default=limits.MESSAGE_BYTES_MAX,
     )
     quarantine: bool = option(
@@ -543,11 +543,11 @@ class ReceiveOptions(Options):
     refused_times: int = option(
         "refusedTimes",
         "With badMessages=quarantine: a message that the log rejects on its own this many times is bad.",
-        whole(1, 100),
+        integer(1, 100),
         default=limits.REFUSED_TIMES,
     )
     log_bytes_max: int | None = option(
-        "logBytesMax", "Receiving pauses while the log is larger; none: no limit.", whole(1), default=None
+        "logBytesMax", "Receiving pauses while the log is larger; none: no limit.", integer(1), default=None
     )
     readers: tuple[str, ...] = option(
         "logReaders",
@@ -556,7 +556,7 @@ class ReceiveOptions(Options):
         default=(),
         shown="",
     )
-    keep_s: float = option("logKeepSeconds", "Records younger than this are not removed.", whole(0), default=3600)
+    keep_s: float = option("logKeepSeconds", "Records younger than this are not removed.", integer(0), default=3600)
     log_options: Mapping[str, str] = several(
         _log_options,
         Option("reader", "Name under which this pipeline's progress is stored next to the log, for logReaders."),

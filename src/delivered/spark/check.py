@@ -16,13 +16,11 @@ import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import SparkSession
 
-from delivered.checkpoint.hadoop import store_of
-from delivered.checkpoint.location import Store, is_relative, remember
+from delivered.checkpoint.location import Store, is_relative, remember, store_of
 from delivered.contract.source import Finding
 from delivered.engine.owner import new_owner
 from delivered.model.capability import Guarantee
-from delivered.model.catalogue import texts
-from delivered.model.errors import DeliveredError, Refused, Unreachable, UsageError
+from delivered.model.errors import DeliveredError, Refused, Unreachable, UsageError, texts
 from delivered.model.identity import SOURCE
 from delivered.model.work import Arbiter, DriverAddress, Owner
 from delivered.pipeline.changing import changing_in_sql
@@ -200,13 +198,13 @@ def check_executors(spark: SparkSession, options: Mapping[str, str]) -> None:
     Raises:
         Unreachable: one of them had no answer.
     """
-    from delivered.engine.arbiter import listening
+    from delivered.engine.arbiter import ensure_listening
 
     owner = owners.get(spark)
     guarantee = next((v for k, v in options.items() if k.lower() == "guarantee"), "")
     if guarantee.strip().lower() != Guarantee.AT_MOST_ONCE.value or owner is None or is_connect(spark):
         return
-    arbiter, context = listening(owner, DriverAddress.of(spark.conf.get)), spark.sparkContext
+    arbiter, context = ensure_listening(owner, DriverAddress.of(spark.conf.get)), spark.sparkContext
     cores = context.defaultParallelism
     try:
         failed = context.parallelize(range(cores), cores).mapPartitions(partial(_ask, arbiter)).collect()

@@ -108,10 +108,10 @@ class _Remembering:
 
     def latestOffset(self) -> dict[str, Any]:  # noqa: N802
         if self._known_end is None:
-            from delivered.checkpoint.folder import logged  # not in a task
+            from delivered.checkpoint.folder import read_logged  # not in a task
 
             checkpoint = self.query_checkpoint  # type: ignore[attr-defined]
-            if checkpoint is not None and logged(checkpoint)[1] is not None:
+            if checkpoint is not None and read_logged(checkpoint)[1] is not None:
                 raise InvariantBroken("START_UNKNOWN", version=pyspark.__version__, checkpoint=checkpoint)
             self._known_end = super().initialOffset()  # type: ignore[misc]
         limit = self.getDefaultReadLimit()  # type: ignore[attr-defined]

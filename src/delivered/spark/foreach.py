@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from delivered.checkpoint.location import remember, remembered
+from delivered.checkpoint.location import recall, remember
 from delivered.engine.shard import may_send, write_shard
 from delivered.engine.transform import without_rejected
 from delivered.model.capability import Guarantee
@@ -82,7 +82,7 @@ def write_batch(
         checkpoint_store(df.sparkSession, str(spec.checkpoint))
         check_start(spec, spec.open())
         _checked.add(option)
-    save_batch(replace(spec, store=remembered(str(spec.checkpoint))), df, batch_id)
+    save_batch(replace(spec, store=recall(str(spec.checkpoint))), df, batch_id)
 
 
 def save_batch(spec: PipelineSpec, df: DataFrame, batch_id: int) -> None:

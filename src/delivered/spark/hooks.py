@@ -31,7 +31,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from delivered.checkpoint.location import Store, remembered
+from delivered.checkpoint.location import Store, recall
 from delivered.model.errors import Refused
 from delivered.model.translate import from_our_code, translated, worker_death
 from delivered.pipeline.endpoint import Endpoint
@@ -334,9 +334,7 @@ def _read_to_its_end(writer: Any, write: StreamWrite) -> bool:
             internals.set_source_option(
                 writer,
                 OPTION,
-                Envelope(
-                    replace(reading, checkpoint=checkpoint, ends=True, store=remembered(checkpoint or ""))
-                ).encode(),
+                Envelope(replace(reading, checkpoint=checkpoint, ends=True, store=recall(checkpoint or ""))).encode(),
             )
             return True
     return False

@@ -2,7 +2,7 @@
 
 `INTERNALS` lists them. tests/spark/test_internals.py watches each one on the installed Spark, so that a release that
 changes one fails with its name, and tests/unit/test_internals.py finds private access outside of this module. What
-cannot be behind a function, because it lies in a room without Spark, is in `ELSEWHERE`.
+cannot be behind a function, because it lies in a package without Spark, is in `ELSEWHERE`.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def session_of(holder: Any) -> Any:
 )
 def hadoop_settings(spark: Any, location: str) -> dict[str, str]:
     """Hadoop's settings by which a session opens a location; over Spark Connect, those of Spark's configuration."""
-    from delivered.checkpoint.hadoop import S3A, SECRETS, prefixes
+    from delivered.checkpoint.location import S3A, SECRETS, prefixes
 
     if is_connect(spark):
         prefix = "spark.hadoop."

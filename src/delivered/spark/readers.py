@@ -94,7 +94,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if recorded is None:
             initial = driver.initial()
         else:
-            initial = driver.begun(recorded) if isinstance(driver, PlainDriver) else recorded
+            initial = driver.recorded(recorded) if isinstance(driver, PlainDriver) else recorded
         self._logged = initial
         return initial
 

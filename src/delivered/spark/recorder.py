@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from delivered.checkpoint import runs
-from delivered.checkpoint.folder import logged
+from delivered.checkpoint.folder import read_logged
 from delivered.checkpoint.history import SAMPLE_EVERY_S, States
 from delivered.model.errors import DeliveredError
 from delivered.model.translate import cause_of, translated
@@ -76,7 +76,7 @@ def record(location: str, query: StreamingQuery, jvm: Jvm) -> None:
             error = translated(failure) or jvm.death() or DeliveredError("QUERY_FAILED.RAN", cause=cause_of(failure))
         batch = None
         with contextlib.suppress(DeliveredError):
-            _, batch = logged(location)
+            _, batch = read_logged(location)
         runs.keep(location, run.ended(batch, error))
         _threads.pop(threading.current_thread(), None)
 

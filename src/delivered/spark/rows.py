@@ -25,10 +25,10 @@ from pyspark.errors import AnalysisException, ParseException
 
 from delivered.contract.sink import KEY_BYTES, Sink
 from delivered.contract.source import COORDINATES, Source
-from delivered.engine.keys import AT, HELPERS, KEY, TIE, without_seen
+from delivered.engine.keys import AT, HELPERS, KEY, TIE, drop_seen
 from delivered.engine.keys import TIME as SEEN_AT
 from delivered.engine.sinks import Columns
-from delivered.engine.transform import REJECTED, ArrowTransform, decode, encode, isolated, with_rejected
+from delivered.engine.transform import REJECTED, ArrowTransform, decode, encode, run_isolated, with_rejected
 from delivered.model.dedup import Dedup
 from delivered.model.errors import BadRecord, InvariantBroken, UsageError
 from delivered.model.identity import Scope
@@ -138,7 +138,7 @@ def _map_in_arrow(
                 if failing is Failing.FAIL:
                     yield transform(batch)
                 else:
-                    yield from (encode(part, schema) for part in isolated(transform, decode(batch), columns))
+                    yield from (encode(part, schema) for part in run_isolated(transform, decode(batch), columns))
 
         return frame.mapInArrow(each, from_arrow(schema))
 
@@ -339,4 +339,4 @@ class _Task:
         if batch is None or query is None:
             raise InvariantBroken("NO_TASK.DEDUP")
         with closing(self.sink.key_memory(replace(self.scope, incarnation=query))) as memory:
-            yield from without_seen(memory, int(batch), self.within_us, rows)
+            yield from drop_seen(memory, int(batch), self.within_us, rows)

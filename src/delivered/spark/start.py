@@ -20,8 +20,8 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
 from delivered.checkpoint import sidecar
-from delivered.checkpoint.folder import logged
-from delivered.checkpoint.location import remembered
+from delivered.checkpoint.folder import read_logged
+from delivered.checkpoint.location import recall
 from delivered.checkpoint.sidecar import keep_decider, keep_removed
 from delivered.contract.source import COORDINATES, Offsets, Source
 from delivered.engine.transform import Direct
@@ -198,7 +198,7 @@ def _query(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streaming
 
 
 def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> StreamingQuery:
-    spec = replace(pipeline.spec, start=uuid.uuid4().hex, store=remembered(pipeline.checkpoint))
+    spec = replace(pipeline.spec, start=uuid.uuid4().hex, store=recall(pipeline.checkpoint))
     check_executors(spark, {"guarantee": spec.guarantee.value})
     endpoints = for_start(pipeline)
     sources = {n: None if e.is_spark_own else e.source().planned() for n, e in endpoints.items()}
@@ -329,5 +329,5 @@ def _once(spark: SparkSession, frame: DataFrame, dedup: Dedup, spec: PipelineSpe
 
 
 def _keep_dedup(pipeline: Definition, spec: PipelineSpec) -> None:
-    fresh = logged(pipeline.checkpoint)[0] is None
+    fresh = read_logged(pipeline.checkpoint)[0] is None
     sidecar.keep_dedup(pipeline.checkpoint, pipeline.dedup, fresh=fresh, sink=spec.open().decider.name)

@@ -147,9 +147,9 @@ class ForeachTask:
         check_running(self.plan, outside=True)
         rows: Iterator[Rows] = map(decode, batches)
         if self.one_of_each:
-            from delivered.engine.keys import one_of_each_key  # other tasks do not load it
+            from delivered.engine.keys import check_keys_unique  # other tasks do not load it
 
-            rows = one_of_each_key(self.sinks, rows)
+            rows = check_keys_unique(self.sinks, rows)
         message = _write_shard(self.sinks, self.plan, rows, self.schema)
         yield pa.record_batch([pa.array([packed(message)], pa.binary())], names=[MESSAGE])
 
@@ -292,7 +292,7 @@ def messages_of(messages: Sequence[WriterCommitMessage | None]) -> list[ShardMes
 def find_runner(spec: PipelineSpec, sinks: Sinks, incarnation: str) -> Runner:
     """The runner of a pipeline, opened once per process, which Spark reuses for many batches."""
     from delivered.engine.context import Context
-    from delivered.engine.owner import located
+    from delivered.engine.owner import locate
     from delivered.engine.runner import Runner
 
     if spec.sender is None:
@@ -303,12 +303,12 @@ def find_runner(spec: PipelineSpec, sinks: Sinks, incarnation: str) -> Runner:
         if key in _runners:
             _runners.move_to_end(key)
             return _runners[key]
-    opened = Context.open(sinks, scope, spec.guarantee, located(owner), spec.tolerance, spec.transform)
+    opened = Context.open(sinks, scope, spec.guarantee, locate(owner), spec.tolerance, spec.transform)
     register = None
     if spec.guarantee is Guarantee.AT_MOST_ONCE:
-        from delivered.engine.arbiter import registered  # no other guarantee needs it
+        from delivered.engine.arbiter import register_plan  # no other guarantee needs it
 
-        register = partial(registered, scope, owner, spec.sender.address)
+        register = partial(register_plan, scope, owner, spec.sender.address)
     runner = Runner(sinks, opened, register)
     # Closed when nobody uses it: in the user's process, other threads write batches of other queries.
     weakref.finalize(runner, opened.close).atexit = False

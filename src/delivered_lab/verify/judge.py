@@ -113,7 +113,7 @@ def by_key(evidence: Evidence) -> Finding:
     """The newest row of a key differs from the one recomputed from the source, is missing, or should not exist."""
     found = differences(evidence)
     if not found:
-        return Finding("by_key", Verdict.HELD, note="this workload has no keys that tell rows apart")
+        return Finding("by_key", Verdict.HELD, note="this workload has no keys that distinguish rows")
     damage = [f"{what}: {text}" for what, texts in found.items() for text in texts]
     return _found("by_key", damage, ", ".join(f"{len(texts)} {what}" for what, texts in found.items()))
 

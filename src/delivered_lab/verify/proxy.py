@@ -51,7 +51,7 @@ class Fired:
     """A request that a rule hit.
 
     Attributes:
-        api: kind of request; client: its sender, as far as the protocol tells.
+        api: kind of request; client: its sender, as far as the protocol shows.
     """
 
     rule: str

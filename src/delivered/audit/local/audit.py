@@ -21,7 +21,7 @@ from delivered.audit.recheck import Rechecked, recheck
 from delivered.audit.report import AuditReport
 from delivered.audit.request import NeedsSpark, Sealing
 from delivered.audit.seal import Seal
-from delivered.engine.shard import validated
+from delivered.engine.shard import validate
 from delivered.engine.transform import ArrowTransform
 from delivered.model.capability import APPEND
 from delivered.model.rows import OnBadRow
@@ -88,5 +88,5 @@ def _sent_rows(pipeline: Definition, sink: Endpoint) -> SentRows:
         ArrowTransform(transform.select, transform.function),
         isolates=transform.isolates and pipeline.on_bad_row is not OnBadRow.FAIL,
         route=sink.projection.route,
-        valid=partial(validated, sink_as_started(pipeline, sink)) if rejecting else None,
+        valid=partial(validate, sink_as_started(pipeline, sink)) if rejecting else None,
     )

@@ -18,7 +18,7 @@ from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Slice
 from delivered.engine.shard import fingerprint_seed
 from delivered.engine.sinks import Columns as Route
-from delivered.engine.transform import ArrowTransform, isolated
+from delivered.engine.transform import ArrowTransform, run_isolated
 from delivered.model.identity import Scope
 from delivered.model.limits import AUDIT_MEMORY_BYTES
 from delivered.model.rows import Rows
@@ -50,7 +50,7 @@ class SentRows:
             if columns is None:
                 yield self._sent(self.transform(batch))
             else:
-                for rows in isolated(self.transform, Rows(batch), columns):
+                for rows in run_isolated(self.transform, Rows(batch), columns):
                     yield self._sent(rows.good)
 
     def schema(self, source: pa.Schema) -> pa.Schema:

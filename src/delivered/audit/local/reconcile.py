@@ -217,7 +217,7 @@ def _sorted(ids: U64, others: U64, low: U64) -> tuple[npt.NDArray[np.intp], Flag
     rows = np.argsort(ids)
     new_id, new_value = starts(rows)
     if np.count_nonzero(new_value) != np.count_nonzero(_changes(ids[rows])):
-        # The first hash alone does not tell ids or values apart.
+        # The first hash alone does not distinguish ids or values.
         rows = np.lexsort((low, others, ids))
         new_id, new_value = starts(rows)
     return rows, new_id, new_value

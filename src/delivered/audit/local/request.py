@@ -8,8 +8,7 @@ from typing import Any
 
 from delivered.audit.request import AuditRequest, Recompute, Sealing
 from delivered.model.capability import APPEND
-from delivered.model.catalogue import did_you_mean
-from delivered.model.errors import Refused, UsageError
+from delivered.model.errors import Refused, UsageError, did_you_mean
 from delivered.model.rows import OnBadRow
 from delivered.pipeline.definition import Definition, grouping_columns
 from delivered.pipeline.endpoint import Endpoint

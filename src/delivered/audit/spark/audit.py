@@ -24,7 +24,7 @@ from delivered.checkpoint.folder import read_view
 from delivered.checkpoint.history import audits
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
-from delivered.engine.shard import validated
+from delivered.engine.shard import validate
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.identity import Scope
 from delivered.model.rows import OnBadRow, Rows
@@ -161,6 +161,6 @@ def _accepted(frame: DataFrame, sink: Sink) -> DataFrame:
 
     def pick(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            yield validated(sink, Rows(batch)).good
+            yield validate(sink, Rows(batch)).good
 
     return frame.mapInArrow(pick, frame.schema)

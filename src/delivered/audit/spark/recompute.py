@@ -3,7 +3,7 @@
 As one batch, if that gives what the query's batches gave; else, and if the two differ, as a replay of its batches
 (`delivered.audit.spark.replay`). `delivered.audit.judge` lists what neither can show, and `_of_watermark` and
 `_of_copies` what takes a job to find. Rows are joined by key, and compared column by column. Conditional writes
-(`expectedVersion`) are judged in order of arrival: which rows met the version that they expect.
+(`expectedVersion`) are judged in order of arrival: which rows found the version that they expect.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _why_no_replay(query: Query) -> str:
 
 
 def _methods(query: Query, *, replayable: bool, say: Progress) -> list[Callable[[], AbstractContextManager[_Expected]]]:
-    """The cheap method first, unless it cannot tell anything; then the exact one."""
+    """The cheap method first, unless it shows nothing; then the exact one."""
     inherent = query.caveats(Method.REPLAY)
     methods: list[Callable[[], AbstractContextManager[_Expected]]] = []
     if not any(c.damage == ALL and c not in inherent for c in query.caveats(Method.ONE_BATCH)):

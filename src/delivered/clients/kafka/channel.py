@@ -1,8 +1,8 @@
 """One connection to a Kafka broker: opened, authenticated, requests in flight side by side, large fields not copied.
 
 kafka-python encodes and decodes messages and speaks SASL. Frames are read and written here: its own connection costs
-3 ms of CPU for each MB received (decision 054). Nobody reads in the background: whoever waits for a response reads what
-arrives, for everyone.
+3 ms of CPU for each MB received (decision 054). Nothing reads in the background: the caller that waits for a
+response reads what arrives, for all.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from delivered.model.catalogue import did_you_mean
-from delivered.model.errors import DeliveredError, Unreachable, UsageError
+from delivered.model.errors import DeliveredError, Unreachable, UsageError, did_you_mean
 
 
 def config_error(detail: str, owner: str, name: str | None = None) -> UsageError:

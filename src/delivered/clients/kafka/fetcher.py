@@ -32,7 +32,7 @@ _PAUSE_S = 0.1
 _FETCH, _VERSION_MAX = 1, 12
 """The last that names topics; the fields up to the records are read here, so that these are not copied."""
 
-_GONE = {3, 100, 103}
+_UNKNOWN_PARTITION = {3, 100, 103}
 _MOVED = {5, 6, 7, 8, 9, 13, 56, 74, 75, 78, -1, 2}
 """Errors that a later request may not meet, most of them at another broker."""
 _LIES = (struct.error, IndexError, ValueError)
@@ -48,14 +48,14 @@ class Fetched:
         position: every visible record below it was returned; -1: no progress.
         end_of_log: the broker had nothing beyond `position` at that moment.
         out_of_range: the broker does not have the requested offset.
-        gone: the broker does not know the partition (perhaps only for a moment, after a restart).
+        unknown: the broker does not know the partition (perhaps only for a moment, after a restart).
     """
 
     batch: pa.RecordBatch | None = None
     position: int = -1
     end_of_log: bool = False
     out_of_range: bool = False
-    gone: bool = False
+    unknown: bool = False
 
 
 class Fetcher:
@@ -81,7 +81,7 @@ class Fetcher:
         self._wire = Wire(resolved(client))
         self._partition: Partition = ("", -1)
         self._position = -1  # of the next request
-        self._taken = -1  # of the records returned so far
+        self._returned = -1  # position: all records below it were returned
         self._pending: Pending | None = None
         self._version = 0
         self._batches: Iterator[pa.RecordBatch] = iter(())
@@ -103,7 +103,7 @@ class Fetcher:
     def assign(self, partition: Partition, offset: int) -> None:
         self.release()
         self._partition, self._position = partition, offset
-        self._taken = offset
+        self._returned = offset
         self._ended_at = self._corrupt_at = -1
         self._size = self._first_size
 
@@ -125,7 +125,7 @@ class Fetcher:
         except CorruptBatch:
             return self._again_or_raise()
         if batch is None:
-            self._decoded, self._taken = None, decoded.position
+            self._decoded, self._returned = None, decoded.position
             return Fetched(position=decoded.position)
         (topic, number), n = self._partition, batch.num_rows
         if n == 0:
@@ -135,16 +135,16 @@ class Fetcher:
         arrays["partition"] = pa.repeat(pa.scalar(number, pa.int32()), n)
         schema = columns(self._headers)
         batch = pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
-        self._taken = arrays["offset"][-1].as_py() + 1
-        return Fetched(batch=batch, position=self._taken)
+        self._returned = arrays["offset"][-1].as_py() + 1
+        return Fetched(batch=batch, position=self._returned)
 
     def _again_or_raise(self) -> Fetched:
         """A corrupt batch is fetched once more: it may have been damaged on its way."""
         self._decoded = None
         self._drop_pending()
-        if self._corrupt_at == self._taken:
+        if self._corrupt_at == self._returned:
             raise
-        self._corrupt_at = self._position = self._taken
+        self._corrupt_at = self._position = self._returned
         return Fetched()
 
     def _receive(self, end: int, deadline: float) -> Fetched | None:
@@ -164,7 +164,7 @@ class Fetcher:
             pending, self._pending = self._pending, None
             return self._parsed(pending.body(0), end)
         except NoTopic:
-            return Fetched(gone=True)
+            return Fetched(unknown=True)
         except NoAnswer as error:
             self._pending = None
             return self._later(str(error))
@@ -204,9 +204,9 @@ class Fetcher:
         code = found.error
         if code == protocol.OFFSET_OUT_OF_RANGE:
             return Fetched(out_of_range=True)
-        if code in _GONE:
+        if code in _UNKNOWN_PARTITION:
             self._wire.forget()
-            return Fetched(gone=True)
+            return Fetched(unknown=True)
         if code in _MOVED:
             return self._later(name_of(code))
         if code:

@@ -135,7 +135,7 @@ _CONSUMER_FIXED = {
     "enable.partition.eof": "true",
 }
 _OUT_OF_RANGE = {"_AUTO_OFFSET_RESET", "OFFSET_OUT_OF_RANGE"}
-_GONE = {"UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "UNKNOWN_TOPIC_ID"}
+_UNKNOWN = {"UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "UNKNOWN_TOPIC_ID"}
 _RETRIABLE = {
     *("_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "_TIMED_OUT", "_NODE_UPDATE", "_WAIT_CACHE"),
     *("NOT_LEADER_FOR_PARTITION", "LEADER_NOT_AVAILABLE", "REPLICA_NOT_AVAILABLE", "KAFKA_STORAGE_ERROR"),
@@ -316,8 +316,8 @@ class Consumer:
                 fetched.end_of_log = True
         elif name in _OUT_OF_RANGE:
             fetched.out_of_range = True
-        elif name in _GONE:
-            fetched.gone = True
+        elif name in _UNKNOWN:
+            fetched.unknown = True
         elif name in _RETRIABLE:
             self._connection.last = error.str()
         else:

@@ -244,11 +244,11 @@ class Scratch:
         """Decompress `data`; return how many bytes that are.
 
         Raises:
-            TooLarge: more than `limit`. No more memory than for these was taken.
+            TooLarge: more than `limit`. No more memory than for these was allocated.
             ValueError, OSError (pyarrow's), struct.error: not compressed by this codec.
         """
         before = self.filled
-        most = before + limit + 1  # the one byte more tells that there is more
+        most = before + limit + 1  # the one byte more shows that there is more
         if name == "snappy":
             for part in _snappy(data, limit):
                 self._grow(part.size, most)
@@ -605,7 +605,7 @@ def decode(
     Checks every batch's header and CRC-32C. Records are decompressed and decoded as one iterates over the result.
 
     Args:
-        buffer: bytes, or anything with the buffer protocol; it must not change before the last RecordBatch was taken.
+        buffer: bytes, or anything with the buffer protocol; it must not change before the last RecordBatch was yielded.
         partition: topic and number, for errors.
         start, end: records below `start`, or at or above `end`, are left out.
         aborted: producer id and first offset of aborted transactions, from the response: their records are left out

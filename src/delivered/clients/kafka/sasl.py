@@ -313,12 +313,12 @@ def _texts(code: int, kind: int) -> list[str]:
         minor, text = c_uint32(), _Buffer()
         if library().gss_display_status(byref(minor), code, kind, byref(_oid(_KERBEROS)), byref(context), byref(text)):
             return found
-        found.append(_taken(text).decode(errors="replace"))
+        found.append(_released(text).decode(errors="replace"))
         if not context.value:
             return found
 
 
-def _taken(buffer: _Buffer) -> bytes:
+def _released(buffer: _Buffer) -> bytes:
     """The bytes of a buffer of the library's, which is released."""
     data = ctypes.string_at(buffer.value, buffer.length) if buffer.value else b""
     library().gss_release_buffer(byref(c_uint32()), byref(buffer))
@@ -347,7 +347,7 @@ class KerberosDialog:
 
     Args:
         service, host: of the broker: its principal is service/host@REALM.
-        principal, keytab: None: whoever the default credentials cache has a ticket for (`kinit`).
+        principal, keytab: None: the principal of the ticket in the default credentials cache (`kinit`).
 
     Raises:
         UsageError: the library or the keytab is not here.
@@ -388,7 +388,7 @@ class KerberosDialog:
             _MUTUAL | _INTEGRITY, 0, None, given, None, byref(output), None, None,
         )  # fmt: skip
         self._established = not major & _CONTINUE_NEEDED
-        return _taken(output)
+        return _released(output)
 
     def auth_bytes(self) -> bytes:
         self._sent = self._finished
@@ -410,12 +410,12 @@ class KerberosDialog:
     def _converted(self, name: str, given: Any) -> bytes:
         output = _Buffer()
         _call(name, self._context, given, byref(output), None, None)
-        return _taken(output)
+        return _released(output)
 
     def _wrapped(self, data: bytes) -> bytes:
         output = _Buffer()
         _call("gss_wrap", self._context, 0, 0, byref(_buffer(data)), None, byref(output))
-        return _taken(output)
+        return _released(output)
 
     def is_done(self) -> bool:
         return self._sent

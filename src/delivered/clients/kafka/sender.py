@@ -710,17 +710,17 @@ class Sender:
                 time.sleep(0.005)
 
     def _receive(self, wait: bool, purged: bool = False) -> bool:
-        """Whether a response was taken."""
+        """Whether a response arrived, or its time is over."""
         left: list[_Request] = []
-        taken = False
+        any_ended = False
         for request in self._requests:
             # Responses of one broker arrive in order; wait for the oldest only.
-            arrived = request.pending.ready(_PAUSE_S_MAX if wait and not taken and not left else 0.0)
+            arrived = request.pending.ready(_PAUSE_S_MAX if wait and not any_ended and not left else 0.0)
             sent_s = max(request.pending.sent_s, self._cluster.throttled.get(request.node, 0.0))
             if not arrived and time.monotonic() - sent_s < REQUEST_TIMEOUT_S:
                 left.append(request)
                 continue
-            taken = True
+            any_ended = True
             try:
                 answer = request.pending.answer(0)
             except NoAnswer as error:
@@ -728,7 +728,7 @@ class Sender:
             else:
                 self._answered(request, answer)
         self._requests = left
-        return taken
+        return any_ended
 
     def _unanswered(self, request: _Request, detail: str, purged: bool) -> None:
         self.failures.note("_TRANSPORT", detail)

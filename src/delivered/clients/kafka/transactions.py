@@ -113,7 +113,7 @@ def end_all(wire: Wire, handles: Sequence[Transaction], commit: bool) -> list[Ou
             continue
         if code in protocol.COORDINATOR_MOVED:
             wire.forget(handles[at].transactional_id)
-        # One that says that the promise is gone is asked once more, if it is still the coordinator.
+        # A coordinator that reports the promise as lost is asked once more, if it is still the coordinator.
         outcomes[at] = end(wire, handles[at], commit) if code in FATAL else _ended(handles[at], code)
         if code == protocol.CONCURRENT_TRANSACTIONS and time.monotonic() < deadline:
             # An earlier EndTxn is still writing its markers.

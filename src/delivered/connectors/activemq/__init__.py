@@ -14,7 +14,7 @@ from delivered.kits.options import (
     message_id_columns,
     queue_sink_name,
 )
-from delivered.model.options import TEXT_OR_NONE, OptionType, option, whole
+from delivered.model.options import TEXT_OR_NONE, OptionType, integer, option
 from delivered.receiver import ReceiveOptions
 
 DUPLICATE_ID = "_AMQ_DUPL_ID"
@@ -69,7 +69,7 @@ class ActivemqOptions(Place, owner="delivered_activemq source", more=(ReceiveOpt
     prefetch_bytes: int = option(
         "prefetchBytes",
         "Maximum bytes of unacknowledged messages per receiver.",
-        whole(1, PREFETCH_BYTES_MAX),
+        integer(1, PREFETCH_BYTES_MAX),
         default=PREFETCH_BYTES,
     )
 

@@ -31,7 +31,7 @@ from delivered.connectors.delta.client import (
 )
 from delivered.connectors.delta.sink import DeltaFiles
 from delivered.connectors.delta.target import TYPES, active_files, filled, required, same_columns, table_schema, text
-from delivered.kits.sql.merge import stored as kept
+from delivered.kits.sql.merge import stored_columns as kept
 from delivered.kits.table import shard
 from delivered.kits.table.merge import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
 from delivered.kits.table.seals import NONE, At, SealFiles
@@ -41,23 +41,23 @@ from delivered.ledger import Change, Head, by_time, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
-from delivered.model.work import Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared
+from delivered.model.work import STARTED, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Started
 
 # The ledger's records, in files next to the log. The log's application transactions show which are valid.
 #
 #     _delivered/p-<pipeline>/s-<sink>/owner/<claim>.json
 #                                      decided/<incarnation>/<batch>-<hash>.json
-#                                      begun/<incarnation>/<hash>.json
+#                                      {STARTED}/<incarnation>/<hash>.json
 #                                      archive/<hash>.bin
 #                                      seals/...              see `kits.table.seals`
 #
-#     application transaction                          version
-#     delivered/<pipeline>/<sink>/owner                the newest claim: its count, and 32 random bits
-#     delivered/<pipeline>/<sink>/batch/<incarnation>  the newest decided batch
-#     delivered/<pipeline>/<sink>/record/<incarnation> the hash of its record
-#     delivered/<pipeline>/<sink>/begun/<incarnation>  the hash of the record of the newest started batch
-#     delivered/<pipeline>/<sink>/seal                 the number of the newest seal of an audit
-#     delivered/<pipeline>/<sink>/sealed               its hash
+#     application transaction                              version
+#     delivered/<pipeline>/<sink>/owner                    the newest claim: its count, and 32 random bits
+#     delivered/<pipeline>/<sink>/batch/<incarnation>      the newest decided batch
+#     delivered/<pipeline>/<sink>/record/<incarnation>     the hash of its record
+#     delivered/<pipeline>/<sink>/{STARTED}/<incarnation>  the hash of the record of the newest started batch
+#     delivered/<pipeline>/<sink>/seal                     the number of the newest seal of an audit
+#     delivered/<pipeline>/<sink>/sealed                   its hash
 #
 # A file is written before the commit that points to it, so unreferenced files never count. Vacuum and readers ignore
 # folders whose names start with `_`. Each decision contains the hash of the previous one: a chain. Old incarnations
@@ -96,7 +96,7 @@ class Names:
         return f"{self._base}/record/{incarnation}"
 
     def started(self, incarnation: str) -> str:
-        return f"{self._base}/begun/{incarnation}"
+        return f"{self._base}/{STARTED}/{incarnation}"
 
     def owner_file(self, claim: int) -> str:
         return f"{self.owner_folder}/{claim}.json"
@@ -120,7 +120,7 @@ class Names:
         return f"{self.folder}/seals"
 
     def started_folder(self, incarnation: str) -> str:
-        return f"{self.folder}/begun/{incarnation}"
+        return f"{self.folder}/{STARTED}/{incarnation}"
 
     def started_file(self, incarnation: str, digest: int) -> str:
         return f"{self.started_folder(incarnation)}/{digest}.json"
@@ -205,13 +205,13 @@ class Records:
         at = self.newest(table, incarnation)
         return None if at is None else self.decided(incarnation, at).decision
 
-    def started(self, table: Any, incarnation: str) -> Begun | None:
+    def started(self, table: Any, incarnation: str) -> Started | None:
         version = table.transaction_version(self.names.started(incarnation))
         if version is None:
             return None
-        return Begun.from_json(self._read(self.names.started_file(incarnation, version), version))
+        return Started.from_json(self._read(self.names.started_file(incarnation, version), version))
 
-    def of(self, table: Any, incarnation: str) -> tuple[Decision | None, Begun | None]:
+    def of(self, table: Any, incarnation: str) -> tuple[Decision | None, Started | None]:
         """Newest decision and started batch of an incarnation; neither if it is archived and its records deleted, even
         if the log still points to them."""
         last = self._unless_archived(self.last, table, incarnation)
@@ -245,7 +245,7 @@ class Records:
 
     def incarnations(self) -> list[str]:
         """Those with a decision or a started batch: empty folders remain."""
-        folders = [f"{self.names.folder}/{kind}/" for kind in ("decided", "begun")]
+        folders = [f"{self.names.folder}/{kind}/" for kind in ("decided", STARTED)]
         return sorted({n.removeprefix(f).partition("/")[0] for f in folders for n in self.store.files(f.rstrip("/"))})
 
     @property
@@ -403,7 +403,7 @@ class DeltaStore:
         self._names = Names(scope)
         self._opened: Records | None = None
         self._table: Any = None
-        self._earlier: tuple[int, dict[str, tuple[Decision | None, Begun | None]]] | None = None
+        self._earlier: tuple[int, dict[str, tuple[Decision | None, Started | None]]] | None = None
 
     @property
     def where(self) -> str:
@@ -439,8 +439,8 @@ class DeltaStore:
                 change = rule(head)
                 if change is None:
                     return Ok(None)
-                if change.begun is not None:
-                    outcome = self._begin(table, head.epoch, change.begun)
+                if change.started is not None:
+                    outcome = self._begin(table, head.epoch, change.started)
                 if change.decision is not None:
                     outcome = self._decide(table, head.epoch, change.decision, change.move)
             # Another commit came first, so this one certainly failed: not a blind retry (P19).
@@ -536,7 +536,7 @@ class DeltaStore:
             lambda: records.started(table, incarnation),
         )
 
-    def _begin(self, table: Any, claim: int, started: Begun) -> Outcome[None]:
+    def _begin(self, table: Any, claim: int, started: Started) -> Outcome[None]:
         name = self._names.started(self._scope.incarnation)
         data = started.to_json().encode()
         before = table.transaction_version(name)
@@ -666,7 +666,7 @@ class DeltaStore:
         state, records, names = self._state(table), self._records, self._names
         old = outdated(state)
         records.archive.add(old.entries)
-        known = {*(d.scope.incarnation for d in state.earlier), *(i for i, _ in state.earlier_begun)}
+        known = {*(d.scope.incarnation for d in state.earlier), *(i for i, _ in state.earlier_started)}
         expired: list[str] = []
         for incarnation in records.incarnations():
             if incarnation == self._scope.incarnation:

@@ -26,7 +26,7 @@ from delivered.connectors.delta.client import (
     require_table,
     sync_versions,
 )
-from delivered.kits.sql.merge import stored
+from delivered.kits.sql.merge import stored_columns
 from delivered.kits.table import target
 from delivered.kits.table.target import TableTypes, canonical
 from delivered.model.capability import APPEND
@@ -126,7 +126,7 @@ def table_check(options: DeltaOptions) -> Callable[[pa.Schema], None] | None:
 
 
 def _check_table(options: DeltaOptions, table: Any, schema: pa.Schema) -> None:
-    compare(options, table, target.comparable(TYPES, stored(options.write, schema)), adds=True)
+    compare(options, table, target.comparable(TYPES, stored_columns(options.write, schema)), adds=True)
 
 
 def check(options: DeltaOptions) -> None:

@@ -13,7 +13,7 @@ from delivered.model.errors import DeliveredError, Refused
 from delivered.model.identity import Scope
 from delivered.model.options import Options, choice, option
 from delivered.model.ranges import RANGES, Range
-from delivered.model.work import Handle
+from delivered.model.work import STARTED, Handle
 
 # Options of `delivered_files`.
 
@@ -62,7 +62,7 @@ class FilesOptions(Options, owner="delivered_files sink"):
 #                                      claims/<epoch>-<nonce>/     where a claim assembles its decisions
 #                                      staged/<incarnation>/<batch>-<shard>-<attempt>-<nonce>.staged
 #                                      decided/<incarnation>/<batch>.json
-#                                      begun/<incarnation>.json
+#                                      {STARTED}/<incarnation>.json
 #                                      archive/<hash>.bin          entries of old incarnations
 #
 # Readers ignore names that start with `_` or `.`; Spark shows `batch` as a column.
@@ -107,7 +107,7 @@ class Places:
         return self.root / "decided" / incarnation
 
     def started(self, incarnation: str) -> Path:
-        return self.root / "begun" / f"{incarnation}.json"
+        return self.root / STARTED / f"{incarnation}.json"
 
 
 def schema_file(options: FilesOptions) -> Path:

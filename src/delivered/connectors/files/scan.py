@@ -104,7 +104,7 @@ class FolderScan(BoundedScan):
         return "folder" not in position or position["folder"] == self._identity()
 
     def _files(self) -> dict[str, stat_result]:
-        """Every file that a reader sees, by name, whoever wrote it."""
+        """Every file that a reader sees, by name, from any writer."""
         root = self.options.folder
         files = {}
         try:

@@ -33,7 +33,7 @@ from delivered.ledger import Change, Head, by_time, not_next, outdated, state_of
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
-from delivered.model.work import Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Unknown
+from delivered.model.work import STARTED, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Started, Unknown
 
 # Aborts staged files. Their rows become visible with the decision.
 
@@ -125,8 +125,8 @@ class FilesStore:
         if change is None:
             return Ok(None)
         try:
-            if change.begun is not None:
-                draft, target = self._draft_started(change.begun, work)
+            if change.started is not None:
+                draft, target = self._draft_started(change.started, work)
             if change.decision is not None:
                 draft, target = self._draft_decision(change.decision, change.move, work)
             draft.rename(target)  # THE line that decides a batch in this sink
@@ -247,7 +247,7 @@ class FilesStore:
         sync([claims])
         take_away(removed)
 
-    def _draft_started(self, started: Begun, work: Path) -> tuple[Path, Path]:
+    def _draft_started(self, started: Started, work: Path) -> tuple[Path, Path]:
         """Source, durable in the folder of the claim, and target of the rename."""
         target = self._places.started(self._scope.incarnation)
         make_folder(target.parent)
@@ -286,7 +286,7 @@ class FilesStore:
 
     def _state(self) -> LedgerState:
         owner, epoch, _ = self._owner()
-        decided, started = self._places.root / "decided", self._places.root / "begun"
+        decided, started = self._places.root / "decided", self._places.root / STARTED
         incarnations = {self._scope.incarnation, *(p.name for p in (decided.iterdir() if decided.is_dir() else ()))}
         decisions = (self._last(incarnation) for incarnation in incarnations)
         # The file system's clock orders only what an earlier release began: later ones have sequences.
@@ -313,9 +313,9 @@ class FilesStore:
             return owner, epoch, self._places.root / "claims" / more["work"]
         return None, 0, self._places.root / "claims" / "none"
 
-    def _started(self, incarnation: str) -> Begun | None:
+    def _started(self, incarnation: str) -> Started | None:
         path = self._places.started(incarnation)
-        return Begun.from_json(path.read_bytes()) if path.exists() else None
+        return Started.from_json(path.read_bytes()) if path.exists() else None
 
     def _last(self, incarnation: str) -> Decision | None:
         """The newest record; that of the last batch may only be in the batch's folder."""

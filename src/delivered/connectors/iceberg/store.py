@@ -29,7 +29,7 @@ from delivered.connectors.iceberg.client import (
 )
 from delivered.connectors.iceberg.target import TYPES, check_features, compare, plain, same_columns
 from delivered.connectors.iceberg.writer import IcebergFiles, StagedFiles
-from delivered.kits.sql.merge import stored
+from delivered.kits.sql.merge import stored_columns
 from delivered.kits.table import shard
 from delivered.kits.table.merge import Effect, one_of_each, staged_rows, upsert
 from delivered.kits.table.seals import NONE as NO_SEAL
@@ -41,19 +41,31 @@ from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.ranges import fitted
-from delivered.model.work import Archive, Archived, Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared
+from delivered.model.work import (
+    STARTED,
+    Archive,
+    Archived,
+    Decision,
+    Failed,
+    LedgerState,
+    Ok,
+    Outcome,
+    Owner,
+    Prepared,
+    Started,
+)
 
 # The ledger's records, in the table's own metadata.
 #
-#     property                                        value
-#     delivered/<pipeline>/<sink>/owner               the owner and the epoch of its claim, as JSON
-#     delivered/<pipeline>/<sink>/decided/<incarnation>  the newest decision: its batch, the commit's mark, the record
-#     delivered/<pipeline>/<sink>/begun/<incarnation>    the newest started batch, as JSON
-#     delivered/<pipeline>/<sink>/archive             entries of old incarnations, in base64
+#     property                                             value
+#     delivered/<pipeline>/<sink>/owner                    the owner and the epoch of its claim, as JSON
+#     delivered/<pipeline>/<sink>/decided/<incarnation>    the newest decision: its batch, the commit's mark, the record
+#     delivered/<pipeline>/<sink>/{STARTED}/<incarnation>  the newest started batch, as JSON
+#     delivered/<pipeline>/<sink>/archive                  entries of old incarnations, in base64
 #
-#     branch                                          snapshot
-#     delivered/<pipeline>/<sink>                     of the newest claim; empty, without a parent
-#     delivered/<pipeline>/<sink>/seal                empty; its summary names the newest seal of an audit
+#     branch                                               snapshot
+#     delivered/<pipeline>/<sink>                          of the newest claim; empty, without a parent
+#     delivered/<pipeline>/<sink>/seal                     empty; its summary names the newest seal of an audit
 #
 # Properties survive snapshot expiry. A decision is also in the summary of its snapshot, where the audit reads older
 # ones for as long as the table keeps them. A record is deflated JSON in base64.
@@ -91,7 +103,7 @@ class Names:
         return f"{self.branch}/archive"
 
     def started(self, incarnation: str) -> str:
-        return f"{self.branch}/begun/{incarnation}"
+        return f"{self.branch}/{STARTED}/{incarnation}"
 
     def summary(self, decision: Decision) -> dict[str, str]:
         """Summary of a decision's snapshot."""
@@ -173,13 +185,13 @@ class Records:
         text = self._properties.get(self._names.decided(incarnation))
         return None if text is None else int(text.partition(" ")[0])
 
-    def started(self, incarnation: str) -> Begun | None:
+    def started(self, incarnation: str) -> Started | None:
         name = self._names.started(incarnation)
         text = self._properties.get(name)
         if text is None:
             return None
         try:
-            return Begun.from_json(text)
+            return Started.from_json(text)
         except (ValueError, KeyError) as error:
             raise _spoiled(name, error) from None
 
@@ -397,8 +409,8 @@ class IcebergStore:
             head, held = self._head(table), Records(table, self._scope).claim()
             wanted = rule(head)
             claim = None if held is None or held.snapshot is None else (self._names.branch, held.snapshot)
-            if wanted is not None and wanted.begun is not None:
-                properties = {self._names.started(self._scope.incarnation): wanted.begun.to_json()}
+            if wanted is not None and wanted.started is not None:
+                properties = {self._names.started(self._scope.incarnation): wanted.started.to_json()}
                 return TableChange(folder="", prefix="", properties=properties, claim=claim)
             if wanted is not None and wanted.decision is not None:
                 effect.discard()  # from an attempt that lost against another commit
@@ -697,7 +709,7 @@ def upserted(options: IcebergOptions, table: Any, work: Work, shards: Sequence[S
         return Effect()
     mode = options.write
     rows = one_of_each(mode, staged_rows(store(table, data_path(table)), shards), options.table)
-    compare(options, table, TYPES.canonical_schema(_without_helpers(stored(mode, rows.schema))))
+    compare(options, table, TYPES.canonical_schema(_without_helpers(stored_columns(mode, rows.schema))))
     columns = plain(table.schema())
     files = IcebergFiles(options.appending, work, columns, direct=False)
     replaced_files = upsert(mode, rows, columns, [_File(table, task) for task in _tasks(table)], files)

@@ -37,7 +37,7 @@ from delivered.connectors.iceberg.client import (
     require_table,
     store,
 )
-from delivered.kits.sql.merge import stored
+from delivered.kits.sql.merge import stored_columns
 from delivered.kits.table import target
 from delivered.model.errors import UsageError
 from delivered.model.ranges import RANGES, because, first_of, unstorable
@@ -223,7 +223,7 @@ def table_check(options: IcebergOptions) -> Callable[[pa.Schema], None] | None:
 
 
 def _check_table(options: IcebergOptions, table: Any, schema: pa.Schema) -> None:
-    compare(options, table, target.comparable(TYPES, stored(options.write, schema)), adds=True)
+    compare(options, table, target.comparable(TYPES, stored_columns(options.write, schema)), adds=True)
 
 
 def check(options: IcebergOptions) -> None:

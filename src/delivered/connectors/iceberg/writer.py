@@ -41,7 +41,7 @@ from delivered.connectors.iceberg.target import (
     unstorable_parts,
 )
 from delivered.contract.sink import Writer
-from delivered.kits.sql.merge import check_rows, stored
+from delivered.kits.sql.merge import check_rows, stored_columns
 from delivered.kits.table import shard, target
 from delivered.kits.table.shard import PartFiles, Written, shard_writer, split
 from delivered.kits.table.store import Store
@@ -394,7 +394,7 @@ class StagedRows:
         if self._files is None:
             table = self._table = require_table(self._options)
             check_features(self._options, table)
-            compare(self._options, table, TYPES.canonical_schema(stored(self._options.write, self._schema)))
+            compare(self._options, table, TYPES.canonical_schema(stored_columns(self._options.write, self._schema)))
             options = {"compression": self._options.compression}
             self._files = PartFiles(lambda: store(table, data_path(table)), self._place, self._schema, options)
         return self._files
@@ -406,7 +406,7 @@ class IcebergTrial:
     def __init__(self, options: IcebergOptions, schema: pa.Schema) -> None:
         self._options = options
         self._schema = TYPES.canonical_schema(schema)
-        self._stored = stored(options.write, self._schema)
+        self._stored = stored_columns(options.write, self._schema)
         self._table = require_table(options)
 
     def refused(self, batch: pa.RecordBatch) -> pa.Array | None:

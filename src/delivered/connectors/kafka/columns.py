@@ -80,8 +80,8 @@ def binary(batch: pa.RecordBatch, name: str, n: int) -> pa.Array:
 
 
 def headers(batch: pa.RecordBatch, n: int) -> pa.Array:
-    """The headers, the column message_id last; an empty list becomes null, since a reader cannot tell them apart."""
-    check("Kafka", batch, _not_utf8(batch, "message_id"))
+    """The headers, the column message_id last; an empty list becomes null, since a reader cannot distinguish them."""
+    check("Kafka", batch, _find_not_utf8(batch, "message_id"))
     given = _headers(batch, n)
     return _with_ids(given, batch.column("message_id")) if "message_id" in batch.schema.names else given
 
@@ -111,9 +111,9 @@ def _headers(batch: pa.RecordBatch, n: int) -> pa.Array:
     array = batch.column(batch.schema.get_field_index("headers"))
     if array.null_count == n:
         return pa.nulls(n, HEADERS.type)
-    check("Kafka", batch, _not_utf8(batch, "headers"))
+    check("Kafka", batch, _find_not_utf8(batch, "headers"))
     array = array.cast(HEADERS.type)
-    unnamed = _unnamed(array)
+    unnamed = _find_unnamed(array)
     if unnamed is not None and pc.any(unnamed).as_py():
         row = pc.index(unnamed, True).as_py()
         raise BadRecord("HEADER_UNNAMED", row=row, headers=str(array[row].as_py())[:200])
@@ -123,7 +123,7 @@ def _headers(batch: pa.RecordBatch, n: int) -> pa.Array:
     return array
 
 
-def _unnamed(array: pa.Array) -> pa.Array | None:
+def _find_unnamed(array: pa.Array) -> pa.Array | None:
     """For each row, whether one of its headers is null or has a null key; None: no row has one."""
     flat = pc.list_flatten(array)
     nameless = pc.is_null(pc.struct_field(flat, [0]))
@@ -133,7 +133,7 @@ def _unnamed(array: pa.Array) -> pa.Array | None:
     return pc.is_in(pa.array(range(len(array)), rows.type), rows)
 
 
-def _not_utf8(batch: pa.RecordBatch, name: str) -> pa.Array | None:
+def _find_not_utf8(batch: pa.RecordBatch, name: str) -> pa.Array | None:
     """Reasons of rows with a text that is not UTF-8, in a column that need not be there. Values may hold any bytes, but
     of a header with such a name, librdkafka's consumers crash; they cut a name at a zero byte."""
     limits = Range(zero_byte=False) if name == "headers" else EVERYTHING
@@ -148,7 +148,7 @@ def topics(batch: pa.RecordBatch, default: str | None, ledger_topic: str | None 
     """
     if default is not None or "topic" not in batch.schema.names:
         return None
-    check("Kafka", batch, _not_utf8(batch, "topic"))
+    check("Kafka", batch, _find_not_utf8(batch, "topic"))
     column = batch.column(batch.schema.get_field_index("topic")).cast(pa.string())
     if column.null_count:
         row = pc.index(pc.is_null(column), True).as_py()
@@ -190,7 +190,7 @@ def invalid_rows(
         )
         found.append(pc.if_else(too_long, pc.binary_join_element_wise(size.cast(pa.string()), why, ""), nothing))
     names = batch.schema.names
-    not_utf8 = {name: _not_utf8(batch, name) for name in ("topic", "message_id", "headers")}
+    not_utf8 = {name: _find_not_utf8(batch, name) for name in ("topic", "message_id", "headers")}
     found += [reasons for reasons in not_utf8.values() if reasons is not None]
     if topic is None and "topic" in names:
         column = batch.column(names.index("topic"))
@@ -204,7 +204,7 @@ def invalid_rows(
         ):
             found.append(pc.if_else(pc.is_in(column, pa.array(unfit, column.type)), reason, nothing))
     if "headers" in names and pa.types.is_list(batch.column(names.index("headers")).type):
-        unnamed = _unnamed(batch.column(names.index("headers")).cast(HEADERS.type))
+        unnamed = _find_unnamed(batch.column(names.index("headers")).cast(HEADERS.type))
         if unnamed is not None:
             found.append(pc.if_else(unnamed, "a header without a key", nothing))
     if "partition" in names:
@@ -222,7 +222,7 @@ def _header_bytes(batch: pa.RecordBatch, n: int) -> pa.Array:
     if "message_id" in names:
         ids = batch.column("message_id")
         length = np.asarray(pc.fill_null(pc.binary_length(ids), 0)).astype(np.int64)
-        found += np.where(np.asarray(pc.is_valid(ids)), 1 + len(ID) + _encoded(length) + length, 0)
+        found += np.where(np.asarray(pc.is_valid(ids)), 1 + len(ID) + _varint_bytes(length) + length, 0)
     if "headers" not in names or not pa.types.is_list(batch.column("headers").type):
         return pa.array(found)
     column = batch.column("headers")
@@ -233,11 +233,11 @@ def _header_bytes(batch: pa.RecordBatch, n: int) -> pa.Array:
         if pa.types.is_null(text.type):  # headers whose values are all NULL
             text = text.cast(pa.binary())
         length = np.asarray(pc.fill_null(pc.binary_length(text), 0)).astype(np.int64)
-        lengths += _encoded(length) + length
+        lengths += _varint_bytes(length) + length
     return pa.array(found + np.bincount(np.asarray(pc.list_parent_indices(column)), lengths, n).astype(np.int64))
 
 
-def _encoded(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _varint_bytes(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Bytes that a record needs for each length: seven bits in each, one of them for the sign."""
     return np.searchsorted(_LENGTHS, lengths, side="right") + 1
 

@@ -112,7 +112,7 @@ def find_marker(
         nonlocal found, foreign
         for record in reader.read(time.monotonic() + wait_s, ours=is_own):
             if is_own(record) and record.key in (key, b""):
-                found = _own(topic, partition, record, work)
+                found = _read_own(topic, partition, record, work)
             elif record.key == key and _is_foreign(record, work):
                 foreign = record
 
@@ -127,13 +127,13 @@ def find_marker(
             reader.reach(barrier(wire, topic, partition))
             read(wait_s)
         if found is None and foreign is not None and not _was_aborted(wire, held):
-            raise _overwritten(topic, partition, foreign, work)
+            raise _build_overwritten(topic, partition, foreign, work)
         return found
     except NoAnswer as error:
         raise OutcomeUnknown("MARKER_UNREADABLE", shard=work.shard, batch=work.batch, error=error) from None
 
 
-def _own(topic: str, partition: int, record: Record, work: Work) -> Fingerprint | None:
+def _read_own(topic: str, partition: int, record: Record, work: Work) -> Fingerprint | None:
     try:
         incarnation, batch, fingerprint = read_marker(record.value or b"")
     except (ValueError, KeyError, TypeError) as error:
@@ -165,7 +165,7 @@ def _was_aborted(wire: Wire, held: Transaction) -> bool:
     return now.state in ("PrepareAbort", "CompleteAbort") and now.participant.epoch - held.epoch in (0, 1)
 
 
-def _overwritten(topic: str, partition: int, foreign: Record, work: Work) -> OutcomeUnknown:
+def _build_overwritten(topic: str, partition: int, foreign: Record, work: Work) -> OutcomeUnknown:
     """Compaction keeps the newest record of a key, so it may have removed the marker."""
     return OutcomeUnknown(
         "MARKER_OVERWRITTEN",
@@ -193,8 +193,8 @@ def written_partitions(wire: Wire, options: SinkOptions, scope: Scope) -> list[P
 
 # Whether a sink's transactions ended, by evidence in the partitions that they wrote.
 #
-# A coordinator's word is not enough (P28): one that restarts may report a transaction as complete whose markers are in
-# no partition. Its rows stay hidden, together with everything behind them, until the next transaction of the same
+# A coordinator's answer is not enough (P28): one that restarts may report a transaction as complete whose markers are
+# in no partition. Its rows stay hidden, together with everything behind them, until the next transaction of the same
 # producer id ends. They get that one's outcome: committed rows are lost, or aborted ones become visible.
 
 log = logging.getLogger(__name__)
@@ -210,12 +210,12 @@ class Hanging(TransactionState):
 
     Attributes:
         at: where.
-        word: the coordinator's state of the transactional id.
-        committed: how it ended, by that word; None: the word is of another transaction.
+        reported_state: of the transactional id, by its coordinator.
+        committed: how it ended, by that state; None: the state is that of another transaction.
     """
 
     at: tuple[OpenAt, ...] = ()
-    word: str = ""
+    reported_state: str = ""
     committed: bool | None = None
 
 
@@ -261,7 +261,7 @@ def find_hanging(
                 case False:
                     pass
         if not ending or shown:
-            return [_hanging(owners[p], at, now.get(owners[p])) for (p, _), at in hanging.items()]
+            return [_build_hanging(owners[p], at, now.get(owners[p])) for (p, _), at in hanging.items()]
         if time.monotonic() > deadline:
             raise NoAnswer(f"transaction {owners[ending[0].producer_id]} is still ending in {ending[0]}")
         time.sleep(pause_s)
@@ -279,7 +279,7 @@ def _is_hanging(at: OpenAt, now: TransactionState | None) -> bool | None:
     return now.state != "Ongoing" or at.epoch < now.participant.epoch
 
 
-def _hanging(name: str, at: Sequence[OpenAt], now: TransactionState | None) -> Hanging:
+def _build_hanging(name: str, at: Sequence[OpenAt], now: TransactionState | None) -> Hanging:
     committed = None
     # To fence a transaction, its coordinator aborts it under the next epoch.
     if (
@@ -295,7 +295,7 @@ def _hanging(name: str, at: Sequence[OpenAt], now: TransactionState | None) -> H
         timeout_ms=0 if now is None else now.timeout_ms,
         targets=tuple(f"{a.topic}-{a.partition}" for a in at),
         at=tuple(at),
-        word="unknown" if now is None else now.state,
+        reported_state="unknown" if now is None else now.state,
         committed=committed,
     )
 
@@ -310,14 +310,14 @@ def end_hanging(wire: Wire, found: Hanging, commit: bool, deadline: float) -> Ou
         "%s, epoch %d: its coordinator reported %s without having written its end; %s it in %s",
         found.transactional_id,
         found.participant.epoch,
-        found.word,
+        found.reported_state,
         "committed" if commit else "aborted",
         ", ".join(found.targets),
     )
     return Ok(None)
 
 
-def refused(found: Hanging, commit: bool, reason: str, *, by_hand: bool = True) -> DeliveredError:
+def build_refusal(found: Hanging, commit: bool, reason: str, *, by_hand: bool = True) -> DeliveredError:
     """It cannot be ended: using its producer id again would end it with the outcome of another transaction.
 
     Args:
@@ -522,7 +522,7 @@ class Ends:
     def _end(self, hanging: Hanging, commit: bool, deadline: float) -> None:
         match end_hanging(self._wire, hanging, commit, deadline):
             case Failed(reason):
-                raise refused(hanging, commit, reason)
+                raise build_refusal(hanging, commit, reason)
             case Unknown(reason):
                 raise NoAnswer(reason)
             case Ok():
@@ -577,7 +577,7 @@ class KafkaCommitter(Committer):
         return find_marker(self._wire, self._topic, work, held, RECOVERY_WAIT_S, settle) is not None
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
-        """EndTxn(abort). If another producer has taken the id since, this transaction is aborted already."""
+        """EndTxn(abort). If another producer has initialised the id since, this transaction is aborted already."""
         if not prepared.handle:
             return Ok(None)
         match end(self._wire, Transaction.of(prepared), commit=False):
@@ -624,17 +624,17 @@ class KafkaCommitter(Committer):
         Raises:
             Unreachable: a broker did not answer.
         """
-        return [_shown(t) for t in self._unfinished()]
+        return [_format_handles(t) for t in self._unfinished()]
 
     def held_back(self) -> HeldBack | None:
         """Of a sink with one topic: rows that name theirs may go to any."""
-        from delivered.connectors.kafka.held_back import held_back
+        from delivered.connectors.kafka.held_back import find_held_back
 
         if self._options.topic is None:
             return None
         *partitions, _ = written_partitions(self._wire, self._options, self._scope)
         servers = self._options.client["bootstrap.servers"]
-        return held_back(self._wire, partitions, servers, partial(is_ours, self._scope))
+        return find_held_back(self._wire, partitions, servers, partial(is_ours, self._scope))
 
     def _unfinished(self) -> list[TransactionState]:
         try:
@@ -669,7 +669,7 @@ class KafkaCommitter(Committer):
             wire.close()
 
 
-def _shown(found: TransactionState) -> OpenTransaction:
+def _format_handles(found: TransactionState) -> OpenTransaction:
     hanging = found if isinstance(found, Hanging) else None
     return OpenTransaction(
         found.transactional_id,

@@ -19,7 +19,7 @@ from delivered.model.patience import left_s
 _COMMANDS_MAX = 5
 
 
-def held_back(
+def find_held_back(
     wire: Wire, partitions: Collection[Partition], servers: str, own: Callable[[str], bool] = lambda _: False
 ) -> HeldBack:
     """What transactions hide in these partitions.

@@ -32,7 +32,7 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken, MissingExtra, UsageError
 from delivered.model.identity import fitted_name
 from delivered.model.limits import DECOMPRESSED_BYTES_MAX, TRANSACTION_TIMEOUT_S
-from delivered.model.options import REFERENCES, Option, Options, OptionType, Unfit, choice, option, several, whole
+from delivered.model.options import REFERENCES, Option, Options, OptionType, Unfit, choice, integer, option, several
 
 EARLIEST, LATEST = -2, -1
 """Placeholders for an offset in the options' JSON."""
@@ -76,14 +76,14 @@ class Positions:
 
     def to_json(self) -> Offsets:
         """`{"orders": {"0": 12}, "#topic ids": {...}}`: Spark's format, plus keys that no topic can have."""
-        data: Offsets = _nested(self.at)
+        data: Offsets = _nest(self.at)
         data[_IDS] = dict(sorted(self.ids.items()))
         if self.first:
-            data[_FIRST] = _nested(self.first)
+            data[_FIRST] = _nest(self.first)
         if self.begins:
-            data[_FROM] = _nested(self.begins)
+            data[_FROM] = _nest(self.begins)
         if self.epochs:
-            data[_EPOCHS] = _nested(self.epochs)
+            data[_EPOCHS] = _nest(self.epochs)
         return data
 
     @classmethod
@@ -91,8 +91,8 @@ class Positions:
         """Raise InvariantBroken if a checkpoint holds something else."""
         try:
             topics = {t: p for t, p in data.items() if not t.startswith("#")}
-            first, begins, epochs = (_flat(data.get(key, {})) for key in (_FIRST, _FROM, _EPOCHS))
-            return cls(_flat(topics), dict(data.get(_IDS, {})), first, begins, epochs)
+            first, begins, epochs = (_flatten(data.get(key, {})) for key in (_FIRST, _FROM, _EPOCHS))
+            return cls(_flatten(topics), dict(data.get(_IDS, {})), first, begins, epochs)
         except (AttributeError, TypeError, ValueError):
             raise InvariantBroken("CHECKPOINT_OFFSETS.KAFKA", offsets=json.dumps(data)[:200]) from None
 
@@ -170,7 +170,7 @@ def parse_assign(owner: str, option: str, text: str) -> tuple[Partition, ...]:
     data = _json_object(owner, option, text, example)
     found: list[Partition] = []
     for topic, numbers in data.items():
-        if not isinstance(numbers, list) or not numbers or any(not _is_whole(n) or n < 0 for n in numbers):
+        if not isinstance(numbers, list) or not numbers or any(not _is_integer(n) or n < 0 for n in numbers):
             raise _bad_json(owner, option, text, example)
         found += [(topic, n) for n in numbers]
     if not found:
@@ -185,7 +185,7 @@ def parse_partitions(owner: str, option: str, text: str, example: str) -> dict[P
         if not isinstance(partitions, dict):
             raise _bad_json(owner, option, text, example)
         for number, value in partitions.items():
-            if not number.isascii() or not number.isdigit() or not _is_whole(value):
+            if not number.isascii() or not number.isdigit() or not _is_integer(value):
                 raise _bad_json(owner, option, text, example)
             found[topic, int(number)] = value
     if not found:
@@ -220,18 +220,18 @@ def _at_least_0(owner: str, option: str, ms: int) -> int:
     return ms
 
 
-def _is_whole(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _nested(flat: Mapping[Partition, int]) -> dict[str, Any]:
+def _nest(flat: Mapping[Partition, int]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for (topic, number), offset in sorted(flat.items()):
         data.setdefault(topic, {})[str(number)] = offset
     return data
 
 
-def _flat(nested: Mapping[str, Mapping[str, int]]) -> dict[Partition, int]:
+def _flatten(nested: Mapping[str, Mapping[str, int]]) -> dict[Partition, int]:
     return {(t, int(n)): int(o) for t, numbers in nested.items() for n, o in numbers.items()}
 
 
@@ -245,7 +245,7 @@ SERVERS = Option(
     required=True,
     example="localhost:9092",
 )
-_COUNT = whole(1)
+_COUNT = integer(1)
 
 _UNITS_S = {"ms": 0.001, "": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
@@ -258,7 +258,7 @@ def _duration_s(text: str) -> float:
 
 
 def _unused(name: str, why: str) -> Option:
-    return Option(name, f"Accepted as in Spark, without effect: {why}", type=whole(0), example="1")
+    return Option(name, f"Accepted as in Spark, without effect: {why}", type=integer(0), example="1")
 
 
 _UNUSED = (
@@ -292,7 +292,7 @@ _WHICH = ("subscribe", "subscribePattern", "assign")
 _SUBSCRIBE = Option("subscribe", "Comma-separated topics.", type=names("topic"), example="orders")
 
 
-def _subscribed(owner: str, values: Mapping[str, str]) -> tuple[str, ...] | None:
+def _parse_subscription(owner: str, values: Mapping[str, str]) -> tuple[str, ...] | None:
     which = [name for name in _WHICH if name in values]
     if len(which) != 1:
         raise UsageError(
@@ -315,7 +315,7 @@ def _pattern(text: str) -> str:
     return pattern
 
 
-def _where(owner: str, values: Mapping[str, str], side: str, forbidden: int | None) -> Where | None:
+def _parse_where(owner: str, values: Mapping[str, str], side: str, forbidden: int | None) -> Where | None:
     """As in Spark, a timestamp for all partitions overrides timestamps per partition, which override offsets.
 
     Stored positions of a stream's first start override everything, as they were resolved from the other options.
@@ -350,7 +350,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions
         group: consumer group to commit offsets to.
     """
 
-    topics: tuple[str, ...] | None = several(_subscribed, _SUBSCRIBE, default=None)
+    topics: tuple[str, ...] | None = several(_parse_subscription, _SUBSCRIBE, default=None)
     pattern: str | None = option(
         "subscribePattern",
         "Regular expression (Python syntax), searched in topic names as in Spark; anchor it with ^ and $.",
@@ -364,7 +364,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions
         default=None,
     )
     starting: Where | None = several(
-        partial(_where, side="starting", forbidden=None),
+        partial(_parse_where, side="starting", forbidden=None),
         Option(
             "startingOffsets",
             'earliest, latest, or {"topic": {"0": 23, "1": -1}} with -1 for latest and -2 for earliest. Applies to '
@@ -376,7 +376,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions
         default=None,
     )
     ending: Where | None = several(
-        partial(_where, side="ending", forbidden=EARLIEST),
+        partial(_parse_where, side="ending", forbidden=EARLIEST),
         Option("endingOffsets", 'Batch only: latest, or {"topic": {"0": 50, "1": -1}}.', "latest"),
         Option("endingOffsetsByTimestamp", f"Batch only. {_PER_TIME}"),
         Option("endingTimestamp", "Batch only. Milliseconds since 1970, for all partitions."),
@@ -432,7 +432,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions
         "Largest record batch of a producer, decompressed, in bytes. A larger one stops the query, or is a dead letter "
         "(on_bad_row): a few kilobytes can stand for gigabytes. Where Arrow reads the records; librdkafka has "
         "kafka.receive.message.max.bytes.",
-        whole(1024),
+        integer(1024),
         default=DECOMPRESSED_BYTES_MAX,
         example="268435456",
     )
@@ -447,7 +447,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions
         example="delivered",
     )
 
-    through: str = path_option("How records are read: arrow decodes whole columns")
+    through: str = path_option("How records are read: arrow decodes column by column")
     client: Mapping[str, str] = several(
         _reader_client,
         SERVERS,
@@ -524,7 +524,7 @@ def _writer_client(owner: str, values: Mapping[str, str]) -> dict[str, str]:
     check_client(owner, values, _WRITER_RESERVED)
     for name in _RETRIES:
         if name in values:
-            whole(0).parse(owner, name, values[name])
+            integer(0).parse(owner, name, values[name])
     return client_options({k: v for k, v in values.items() if k not in (*_ACKS, *_RETRIES)})
 
 
@@ -568,9 +568,9 @@ class SinkOptions(Options, owner=SINK_OWNER, ignored=("path",), more=(FormatOpti
     Attributes:
         client: librdkafka's settings, without the prefix `kafka.`; secrets are not resolved yet.
         acks: all or 1; the ledger and transactions always use all.
-        topic: None: taken from each row.
+        topic: None: each row names its own.
         through: auto, arrow or librdkafka.
-        transaction_timeout_s: whole seconds.
+        transaction_timeout_s: in full seconds.
     """
 
     client: Mapping[str, str] = several(
@@ -602,11 +602,11 @@ class SinkOptions(Options, owner=SINK_OWNER, ignored=("path",), more=(FormatOpti
         default=None,
         shown="none",
     )
-    through: str = path_option("How records are produced: arrow encodes whole columns")
+    through: str = path_option("How records are produced: arrow encodes column by column")
     transaction_timeout_s: int = option(
         "transactionTimeout",
         "Seconds that a prepared batch waits for its decision before the broker drops it (exactly_once).",
-        whole(1, 86_400),
+        integer(1, 86_400),
         default=int(TRANSACTION_TIMEOUT_S),
     )
     message_id_columns: tuple[str, ...] = message_id_columns()
@@ -620,7 +620,7 @@ class SinkOptions(Options, owner=SINK_OWNER, ignored=("path",), more=(FormatOpti
     ledger_replication: int | None = option(
         "ledgerReplicationFactor",
         "Of the internal topic, when it is created.",
-        whole(1, 32_767),
+        integer(1, 32_767),
         default=None,
         shown="the topic's",
         example="3",
@@ -696,22 +696,22 @@ SOURCE_SETTINGS = _SETTINGS | {
 
 def by_arrow(owner: str, through: str, client: Mapping[str, str], known: Set[str]) -> bool:
     """Whether the option `client` (`through`) selects arrow. Raises UsageError: it is arrow, which lacks something."""
-    missing = "client is librdkafka" if through == "librdkafka" else lacks(client, known)
+    missing = "client is librdkafka" if through == "librdkafka" else find_lack(client, known)
     if missing is not None and through == "arrow":
         check_settings(owner, client)  # one that nobody knows
         raise UsageError("OPTION_CONFLICT.KAFKA_ARROW", owner=owner, missing=missing)
-    if missing is not None and (login := lacks_login(client)) is not None:
+    if missing is not None and (login := find_login_lack(client)) is not None:
         raise UsageError("OPTION_CONFLICT.KAFKA_LIBRDKAFKA", owner=owner, missing=missing, login=login)
     return missing is None
 
 
 def path(through: str, client: Mapping[str, str], known: Set[str], arrow: str) -> str:
     """By which client records travel, and why, for the plan. `arrow`: what it says of Arrow."""
-    missing = lacks(client, known) if through != "librdkafka" else "client=librdkafka"
+    missing = find_lack(client, known) if through != "librdkafka" else "client=librdkafka"
     return arrow if missing is None else f"librdkafka, because {missing}"
 
 
-def lacks(client: Mapping[str, str], known: Set[str]) -> str | None:
+def find_lack(client: Mapping[str, str], known: Set[str]) -> str | None:
     """Why only librdkafka can be used with these settings; None: nothing is missing."""
     if not record_batch.available():
         return "the package was built without a C compiler"
@@ -720,7 +720,7 @@ def lacks(client: Mapping[str, str], known: Set[str]) -> str | None:
     return None
 
 
-def lacks_login(client: Mapping[str, str]) -> str | None:
+def find_login_lack(client: Mapping[str, str]) -> str | None:
     """What of a login librdkafka, as confluent-kafka brings it, does not have; None: it has all."""
     if protocol_of(client).startswith("SASL") and mechanism_of(client) == "GSSAPI":
         return "the SASL mechanism GSSAPI"

@@ -11,11 +11,10 @@ from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.listing import BROKER_CONFIG, TOPIC_CONFIG, describe_configs
 from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.connectors.kafka.options import SinkOptions, is_internal
-from delivered.connectors.kafka.topics import COPIES, PARTITIONS, copies_wanted, ledger_topic
+from delivered.connectors.kafka.topics import COPIES, PARTITIONS, find_replication_factor, ledger_topic
 from delivered.contract.source import Finding
 from delivered.model.capability import Guarantee
-from delivered.model.catalogue import did_you_mean
-from delivered.model.errors import Unreachable
+from delivered.model.errors import Unreachable, did_you_mean
 from delivered.model.identity import Scope
 
 _TRANSACTION_LIMIT = "transaction.max.timeout.ms"
@@ -119,7 +118,7 @@ def _transaction_log(wire: Wire, beside: str | None) -> Iterator[Finding]:
 
 def _durability(wire: Wire, topic: str, found: Any, beside: str | None, name: str, what: str) -> Iterator[Finding]:
     copies = min((len(p.replica_nodes) for p in found.partitions), default=0)
-    wanted = copies_wanted(wire, beside)
+    wanted = find_replication_factor(wire, beside)
     if copies < wanted:
         measure = f"topic {beside!r} has" if beside is not None else "there are brokers for"
         yield Finding.build(

@@ -269,23 +269,23 @@ def _check_range(
 # Where another reader of the same topics stopped: a consumer group, a time, or offsets that it stored.
 
 
-def resumption(options: SourceOptions, stopped: Offsets | str | int) -> Resumption:
+def find_resumption(options: SourceOptions, stopped: Offsets | str | int) -> Resumption:
     """See `delivered.contract.source.Source.resumption`."""
     with closing(KafkaDriverClient(options)) as client:
         match stopped:
             case dict():
                 at = Positions.from_json(stopped).at
-                return _resumption(options, client, at, "was never read by the old job")
+                return _build_resumption(options, client, at, "was never read by the old job")
             case str():
-                return _resumption(options, client, _committed(options, client, stopped), None)
+                return _build_resumption(options, client, _read_committed(options, client, stopped), None)
             case _:
                 found = client.offsets(dict.fromkeys(client.partitions()[0], Timestamp(stopped)))
                 ends = client.offsets(dict.fromkeys(found, LATEST))
                 at = {p: o if o is not None else ends[p] or 0 for p, o in found.items()}
-                return _resumption(options, client, at, None)
+                return _build_resumption(options, client, at, None)
 
 
-def _committed(options: SourceOptions, client: KafkaDriverClient, group: str) -> Mapping[Partition, int]:
+def _read_committed(options: SourceOptions, client: KafkaDriverClient, group: str) -> Mapping[Partition, int]:
     if members := client.group_members(group):
         raise Refused("ADOPT_RUNNING.GROUP", group=group, members=members)
     at = client.committed(group, list(client.partitions()[0]))
@@ -294,7 +294,7 @@ def _committed(options: SourceOptions, client: KafkaDriverClient, group: str) ->
     return at
 
 
-def _resumption(
+def _build_resumption(
     options: SourceOptions, client: KafkaDriverClient, at: Mapping[Partition, int], unread: str | None
 ) -> Resumption:
     """
@@ -304,15 +304,15 @@ def _resumption(
     partitions, ids = client.partitions()
     first = {p: o or 0 for p, o in client.offsets(dict.fromkeys(partitions, EARLIEST)).items()}
     ends = {p: o or 0 for p, o in client.offsets(dict.fromkeys(partitions, LATEST)).items()}
-    if left_out := at.keys() - partitions.keys():
-        raise Refused("ADOPT_PARTITIONS.NOT_READ", partitions=joined(left_out), what=options.what)
+    if unread_partitions := at.keys() - partitions.keys():
+        raise Refused("ADOPT_PARTITIONS.NOT_READ", partitions=joined(unread_partitions), what=options.what)
     missing = partitions.keys() - at.keys()
     unknown = [p for p in missing if ends[p] > first[p]] if unread is None else []
     if unknown:
         raise Refused("ADOPT_PARTITIONS.NO_OFFSET", partitions=joined(unknown))
-    gone = {p: o for p, o in at.items() if o < first[p]}
-    if gone and options.fail_on_data_loss:
-        partition, offset = next(iter(sorted(gone.items())))
+    expired = {p: o for p, o in at.items() if o < first[p]}
+    if expired and options.fail_on_data_loss:
+        partition, offset = next(iter(sorted(expired.items())))
         raise Refused("ADOPT_RECORDS_GONE", offset=offset, partition=joined([partition]), first=first[partition])
     ahead = {p: o for p, o in at.items() if o > ends[p]}
     if ahead:
@@ -353,7 +353,7 @@ def read_rows(options: SourceOptions, wanted: Range[Partition]) -> Iterator[Rows
         yield Rows(pa.RecordBatch.from_pylist([], schema=columns(options.headers)), found)
 
 
-def decoded(raw: pa.RecordBatch) -> Rows:
+def decode(raw: pa.RecordBatch) -> Rows:
     """See `delivered.contract.source.Source`."""
     is_batch = raw.column(_RECORDS.name).is_valid()
     rows = raw.drop_columns([_RECORDS.name])
@@ -370,7 +370,7 @@ def decoded(raw: pa.RecordBatch) -> Rows:
 log = logging.getLogger("delivered.kafka")
 
 Rejected = Callable[[Rejection], None]
-"""Called for what is not among the records, after those before it were taken."""
+"""Called for what is not among the records, after those before it were yielded."""
 
 _POLL_S = 0.5
 _STALL_LOOK_S = 5.0
@@ -447,7 +447,7 @@ def read_range(
         yield from _Reading(options, wanted, consumer, rejected).batches()
 
 
-def written_at(options: SourceOptions, waiting: Mapping[Partition, tuple[int, int]]) -> dict[Partition, int]:
+def find_write_times(options: SourceOptions, waiting: Mapping[Partition, tuple[int, int]]) -> dict[Partition, int]:
     """When the first visible record of each range of offsets was written, in milliseconds since 1970. Fetches little.
 
     Raises:
@@ -498,7 +498,7 @@ class _Reading:
                 self._waited_s, self._look_at_s = 0.0, _STALL_LOOK_S
             if self._position >= end:
                 return
-            if fetched.out_of_range or fetched.gone or fetched.end_of_log:
+            if fetched.out_of_range or fetched.unknown or fetched.end_of_log:
                 self._confirm(fetched)
             elif self._waited_s > self._look_at_s:
                 self._look_for_progress()
@@ -531,7 +531,7 @@ class _Reading:
     def _confirm(self, fetched: Fetched) -> None:
         """The log seems to end before the range does: ask until that is certain."""
         end = self._wanted.end
-        stuck = fetched.out_of_range or fetched.gone  # librdkafka stopped fetching this assignment
+        stuck = fetched.out_of_range or fetched.unknown  # librdkafka stopped fetching this assignment
         deadline = time.monotonic() + RESTART_CONFIRM_S
         while True:
             asked = time.monotonic()

@@ -15,7 +15,7 @@ from functools import partial
 from delivered.clients.kafka.listing import TOPIC_CONFIG, describe_configs, log_bytes
 from delivered.clients.kafka.record_batch import Partition
 from delivered.connectors.kafka.options import EARLIEST, LATEST, Positions, SourceOptions
-from delivered.connectors.kafka.reader import KafkaDriverClient, joined, written_at
+from delivered.connectors.kafka.reader import KafkaDriverClient, find_write_times, joined
 from delivered.contract.source import Retained
 
 CLOCKS_APART_MS = 60_000
@@ -80,7 +80,7 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def retained(options: SourceOptions, client: KafkaDriverClient, at: Positions) -> Retained:
+def find_retained(options: SourceOptions, client: KafkaDriverClient, at: Positions) -> Retained:
     """See `delivered.contract.source.SourceDriver`."""
     partitions, ids = client.partitions()
     again = [p for p in at.at if p in partitions and at.ids.get(p[0], ids[p[0]]) != ids[p[0]]]
@@ -92,7 +92,7 @@ def retained(options: SourceOptions, client: KafkaDriverClient, at: Positions) -
     if absent := [p for p in at.at if p not in partitions]:
         unknown.append(f"{joined(absent)}: no longer there, or no longer read")
     until: dict[str, int] = {}
-    written = written_at(options, waiting) if waiting else {}
+    written = find_write_times(options, waiting) if waiting else {}
     for topic in sorted({t for t, _ in written}):
         since = {p: ms for p, ms in written.items() if p[0] == topic}
         retention = retention_of(client, topic)

@@ -55,8 +55,8 @@ class KafkaScan(SourceScan):
         if since is None and until is None:
             return super().slices()
         with self._topics() as now, closing(self.source.driver()) as driver:
-            stop = now.end if until is None else _only(Positions.from_json(until), now)
-            start = _start(Positions.from_json(since or {}), now, stop)
+            stop = now.end if until is None else _without_recreated(Positions.from_json(until), now)
+            start = _find_start(Positions.from_json(since or {}), now, stop)
             return driver.slices(start.to_json(), stop.to_json())
 
     def kept(self, position: Offsets) -> Mapping[str, Any]:
@@ -67,18 +67,18 @@ class KafkaScan(SourceScan):
             oldest = Positions({p: offset + 1 for p, offset in first.items() if offset < at.at[p]}, at.ids)
             return {
                 "first": Positions(first).to_json(),
-                "landmarks": _landmarks(now, at),
-                "written_ms": {p: _written_ms(text) for p, text in _landmarks(now, oldest).items()},
+                "landmarks": _find_landmarks(now, at),
+                "written_ms": {p: _written_ms(text) for p, text in _find_landmarks(now, oldest).items()},
             }
 
     def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
         at = Positions.from_json(position)
         try:
             with self._topics() as now:
-                expired, deleted, missed, unknown = _removed(now, at, before)
-                partings = _partings(now, at)
+                expired, deleted, missed, unknown = _find_removed(now, at, before)
+                partings = _find_partings(now, at)
                 known = (before or {}).get("landmarks", {})
-                altered = [*_replaced(now, at), *_parted(now, at, partings, known), *deleted]
+                altered = [*_find_replaced(now, at), *_describe_partings(now, at, partings, known), *deleted]
         except UsageError as error:
             if error.code != "DELIVERED_TOPIC_MISSING":
                 raise
@@ -114,17 +114,17 @@ class KafkaScan(SourceScan):
             yield _Topics(client, LogHistory(options, client.wire), first, end)
 
 
-def _only(at: Positions, now: _Topics) -> Positions:
+def _without_recreated(at: Positions, now: _Topics) -> Positions:
     """Without topics that were recreated since, all of whose records lie behind `at`."""
     same = now.same(at)
     return Positions({p: at.at[p] for p in same}, {p[0]: now.end.ids[p[0]] for p in same})
 
 
-def _start(since: Positions, now: _Topics, stop: Positions) -> Positions:
+def _find_start(since: Positions, now: _Topics, stop: Positions) -> Positions:
     """Where to start reading: the first record that is left behind `since`, also of a log that lost its end since."""
     if since.at and not since.ids:
         return Positions({**now.first, **since.at}, now.end.ids)
-    partings = _partings(now, since)
+    partings = _find_partings(now, since)
     start = dict(now.first)
     for p in now.same(since):
         parted = partings.get(p)
@@ -133,17 +133,17 @@ def _start(since: Positions, now: _Topics, stop: Positions) -> Positions:
     return Positions({p: min(o, stop.at.get(p, o)) for p, o in start.items()}, now.end.ids)
 
 
-def _partings(now: _Topics, at: Positions) -> Mapping[Partition, Parting]:
+def _find_partings(now: _Topics, at: Positions) -> Mapping[Partition, Parting]:
     same = set(now.same(at))
     return now.history.compare(at, {p: e for p, e in at.epochs.items() if p in same})
 
 
-def _landmarks(now: _Topics, at: Positions) -> dict[str, str]:
+def _find_landmarks(now: _Topics, at: Positions) -> dict[str, str]:
     found = now.history.landmarks({p: at.at[p] for p in now.same(at)})
     return {f"{topic}/{number}": text for (topic, number), text in sorted(found.items())}
 
 
-def _replaced(now: _Topics, at: Positions) -> Iterator[str]:
+def _find_replaced(now: _Topics, at: Positions) -> Iterator[str]:
     """Topics that are others now, and partitions that end before the position."""
     for topic in sorted({t for t, _ in at.at}):
         if topic not in now.end.ids:
@@ -155,20 +155,20 @@ def _replaced(now: _Topics, at: Positions) -> Iterator[str]:
         yield f"{joined(short)} ends at offset {now.end.at[p]}, and had records up to offset {at.at[p] - 1}"
 
 
-def _parted(
+def _describe_partings(
     now: _Topics, at: Positions, partings: Mapping[Partition, Parting], known: Mapping[str, str]
 ) -> Iterator[str]:
     for p, parting in sorted(partings.items()):
         where = "it has no leader epoch as new" if parting.offset is None else f"from offset {parting.offset} on"
         yield f"{joined([p])} has other records before offset {at.at[p]} than it had: {where}"
     left = Positions({p: o for p, o in at.at.items() if p not in partings}, at.ids)
-    for name, text in _landmarks(now, left).items():
+    for name, text in _find_landmarks(now, left).items():
         if name in known and are_different(known[name], text):
             topic, _, number = name.rpartition("/")
             yield f"{topic}-{number} has other records before offset {at.at[topic, int(number)]} than it had"
 
 
-def _removed(
+def _find_removed(
     now: _Topics, at: Positions, before: Mapping[str, Any] | None
 ) -> tuple[list[str], list[str], list[str], list[str]]:
     """What is missing from the start of logs: expired, deleted, missed and unknown."""

@@ -4,7 +4,7 @@
 
 Each is a transaction under a transactional id of its own: it fences another audit of that sink, and never an owner.
 
-As with decisions (`store.Trust`), only records count that the holders of this id wrote. The coordinator tells the
+As with decisions (`store.Trust`), only records count that the holders of this id wrote. The coordinator reports the
 present one's producer id; each record names its own and those before it, as an id gets another one after a week without
 use. If the id has expired, or this user may not ask, the newest record is believed that names its own producer.
 """

@@ -34,7 +34,7 @@ from delivered.connectors.kafka.options import (
 )
 from delivered.connectors.kafka.reader import (
     KafkaDriverClient,
-    decoded,
+    decode,
     joined,
     raw_schema,
     read_range,
@@ -145,7 +145,7 @@ class LogHistory:
         return found
 
     def _ends(self, asked: Mapping[Partition, int]) -> dict[Partition, EpochEnd]:
-        """An epoch that a leader does not know may be one that it has not heard of yet: ask until that is certain."""
+        """An epoch that a leader does not know may be one that it does not know yet: ask until that is certain."""
         deadline = time.monotonic() + RESTART_CONFIRM_S
         while True:
             ends = self._ask(lambda wire: epoch_ends(wire, asked))
@@ -255,9 +255,9 @@ class KafkaSource(Source):
         return KafkaDriver(self.options)
 
     def resumption(self, stopped: Offsets | str | int) -> Resumption:
-        from delivered.connectors.kafka.reader import resumption
+        from delivered.connectors.kafka.reader import find_resumption
 
-        return resumption(self.options, stopped)
+        return find_resumption(self.options, stopped)
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         topic, partition, start, end = piece.data
@@ -272,7 +272,7 @@ class KafkaSource(Source):
         return raw_schema(self.options.headers)
 
     def decoded(self, raw: pa.RecordBatch) -> Rows:
-        return decoded(raw)
+        return decode(raw)
 
 
 @dataclass(frozen=True)
@@ -323,8 +323,8 @@ class KafkaDriver(SourceDriver):
             and self._waits(sum(snapshot.ends[p] - o for p, o in begin.items()))
         ):
             return start
-        taken = admit({p: snapshot.ends[p] - o for p, o in begin.items()}, rows_max)
-        ends = {p: o + taken[p] for p, o in begin.items()}
+        admitted = admit({p: snapshot.ends[p] - o for p, o in begin.items()}, rows_max)
+        ends = {p: o + admitted[p] for p, o in begin.items()}
         if ends == at.at:
             if snapshot.ids == at.ids and not jumps:
                 return start
@@ -349,25 +349,25 @@ class KafkaDriver(SourceDriver):
 
     def waiting_since(self, start: Offsets, end: Offsets) -> dict[str, int]:
         """By the records' timestamps."""
-        from delivered.connectors.kafka.reader import written_at
+        from delivered.connectors.kafka.reader import find_write_times
 
         at, ends = Positions.from_json(start).at, Positions.from_json(end).at
         waiting = {p: (o, ends[p]) for p, o in at.items() if ends.get(p, o) > o}
-        return {f"{t}/{n}": ms for (t, n), ms in written_at(self._options, waiting).items()} if waiting else {}
+        return {f"{t}/{n}": ms for (t, n), ms in find_write_times(self._options, waiting).items()} if waiting else {}
 
     def held_back(self) -> HeldBack | None:
         """By the partitions' ends and producers, and the coordinators' lists."""
-        from delivered.connectors.kafka.held_back import held_back
+        from delivered.connectors.kafka.held_back import find_held_back
 
         if not self._options.committed_only:
             return None
-        return held_back(self._client.wire(), list(self._client.partitions()[0]), self._options.servers)
+        return find_held_back(self._client.wire(), list(self._client.partitions()[0]), self._options.servers)
 
     def retained(self, at: Offsets) -> Retained:
         """By log start offsets, `retention.ms` and `retention.bytes`."""
-        from delivered.connectors.kafka.retention import retained
+        from delivered.connectors.kafka.retention import find_retained
 
-        return retained(self._options, self._client, Positions.from_json(at))
+        return find_retained(self._options, self._client, Positions.from_json(at))
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
         """The header of a record batch."""
@@ -394,7 +394,7 @@ class KafkaDriver(SourceDriver):
         self._frozen = self._snapshot()
 
     def _frozen_snapshot(self) -> _Snapshot | None:
-        """The snapshot taken by `freeze`, or a new one of the same topics if one was recreated since.
+        """The snapshot that `freeze` stored, or a new one of the same topics if one was recreated since.
 
         A recreated topic has other records under the same offsets. The new snapshot makes that show as in a stream that
         is not frozen; with failOnDataLoss false the topic is read to its present end.
@@ -443,7 +443,10 @@ class KafkaDriver(SourceDriver):
         for partition, offset in start.items():
             if offset > end[partition]:
                 raise UsageError(
-                    "OPTION_VALUE.KAFKA_RANGE", partition=joined([partition]), offset=offset, end=end[partition]
+                    "OPTION_VALUE.KAFKA_RANGE",
+                    partition=joined([partition]),
+                    offset=offset,
+                    end=end[partition],
                 )
         return Positions(start, snapshot.ids).to_json(), Positions(end, snapshot.ids).to_json()
 
@@ -507,11 +510,11 @@ class KafkaDriver(SourceDriver):
         """First offsets of the batch: of all partitions, of added ones, and of those that lost records before it."""
         self._checked = True
         remade = {t for t, i in snapshot.ids.items() if at.ids.get(t, i) != i}
-        gone = [p for p in at.at if p not in snapshot.ends]
+        missing = [p for p in at.at if p not in snapshot.ends]
         again = [p for p in at.at if p in snapshot.ends and p[0] in remade]
         back = [p for p, o in at.at.items() if p in snapshot.ends and p[0] not in remade and snapshot.ends[p] < o]
-        if gone:
-            self._lost(f"{joined(gone)} no longer exists, or is no longer subscribed to")
+        if missing:
+            self._lost(f"{joined(missing)} no longer exists, or is no longer subscribed to")
         if again:
             self._lost(f"the topic of {joined(again)} was deleted and recreated")
         partings = self._history.partings(at, {p: e for p, e in snapshot.epochs.items() if p[0] not in remade})

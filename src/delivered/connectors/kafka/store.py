@@ -4,7 +4,7 @@ Its records are those that its owners' producers wrote (decision 108).
 
 Whoever may write to the topic can write any key and value there, but not under the producer id of a ledger's
 transactional id: brokers check that a transactional batch comes from the holder of its id. An owner's record names the
-producer ids of its claim and of those before it; the coordinator of the transactional ids tells the newest owner's.
+producer ids of its claim and of those before it; the coordinator of the transactional ids reports the newest owner's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from delivered.model.limits import (
     OUTAGE_PATIENCE_S,
     RECOVERY_WAIT_S,
 )
-from delivered.model.work import Archive, Archived, Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Unknown
+from delivered.model.work import Archive, Archived, Decision, Failed, LedgerState, Ok, Outcome, Owner, Started, Unknown
 
 if TYPE_CHECKING:
     from delivered.connectors.kafka.seals import Chain, Seals
@@ -220,7 +220,7 @@ class LedgerReader:
 # Ledgers of other pipelines and sinks, to name in an error whose they may be.
 
 
-def other_ledgers(wire: Wire, own: str, scope: Scope) -> list[OtherLedger]:
+def find_other_ledgers(wire: Wire, own: str, scope: Scope) -> list[OtherLedger]:
     """Skips topics that this user may not read, and what no ledger wrote. Raises NoAnswer."""
     others = [name for name in wire.topics() if name.startswith(LEDGER_TOPICS) and name != own]
     # Reads only some; a renamed pipeline's name is usually similar.
@@ -280,7 +280,7 @@ class KafkaStore:
         self._owner: Owner | None = None
         self._epoch = 0
         self._last: dict[str, Decision] = {}
-        self._begun: dict[str, Begun] = {}
+        self._started: dict[str, Started] = {}
         self._archive: dict[int, Archive] = {}
         self._old_archive: dict[int, Archive] = {}
         self._old: set[str] = set()  # incarnations with a decision under an earlier release's keys
@@ -398,7 +398,7 @@ class KafkaStore:
     def others(self) -> list[OtherLedger]:
         """Skips topics that this user may not read."""
         try:
-            return other_ledgers(self._wire, self._topic, self._scope)
+            return find_other_ledgers(self._wire, self._topic, self._scope)
         except NoAnswer as error:
             raise self._unreadable(error) from None
 
@@ -451,7 +451,7 @@ class KafkaStore:
         if self._reader is None:
             ids = [self._id(role) for role in (_PLAN, _DECIDE)]
             self._reader = LedgerReader(self._wire, self._topic, self._keys, ids)
-            self._owner, self._epoch, self._last, self._begun, self._archive = None, 0, {}, {}, {}
+            self._owner, self._epoch, self._last, self._started, self._archive = None, 0, {}, {}, {}
             self._old_archive, self._old, self._moved = {}, set(), False
         self._reader.reach(self._written)
         try:
@@ -495,9 +495,9 @@ class KafkaStore:
                 if decision is not None:
                     self._last[incarnation] = decision
             case "begun", (str(incarnation),):
-                self._begun.pop(incarnation, None)
+                self._started.pop(incarnation, None)
                 if value is not None:
-                    self._begun[incarnation] = Begun.from_json(value)
+                    self._started[incarnation] = Started.from_json(value)
             case "archive", (int(number),):
                 archives = self._old_archive if old else self._archive
                 archives[number] = Archive(value or b"", f"topic {self._topic!r}")
@@ -508,11 +508,11 @@ class KafkaStore:
         own = self._scope.incarnation
         last = self._last.get(own)
         return Head(
-            self._owner, self._epoch, None if last is None else last.batch, lambda: last, lambda: self._begun.get(own)
+            self._owner, self._epoch, None if last is None else last.batch, lambda: last, lambda: self._started.get(own)
         )
 
     def _state(self) -> LedgerState:
-        return state_of(self._scope, self._owner, self._epoch, self._last.values(), self._begun, self._archived)
+        return state_of(self._scope, self._owner, self._epoch, self._last.values(), self._started, self._archived)
 
     def _archived(self, incarnation: str) -> Archived | None:
         archives = (*self._archive.values(), *self._old_archive.values())
@@ -551,7 +551,7 @@ class KafkaStore:
             raise InvariantBroken("LEDGER_UNREAD")
         ends: dict[int, int] = {}
         if reader.trust.since is None:
-            is_new = self._owner is None and not self._last and not self._begun
+            is_new = self._owner is None and not self._last and not self._started
             both = () if is_new else (STATE_PARTITION, HISTORY_PARTITION)
             # Not the reader's position: an open transaction of others may hold it back.
             ends = {p: CommittedReader(self._wire, self._topic, p).end() for p in both}
@@ -560,9 +560,9 @@ class KafkaStore:
         return self._keys.key("owner"), owner.to_json(claims=epoch, **reader.trust.to_json()).encode()
 
     def _again(self) -> _Records:
-        """The state anew: another producer wrote under its keys, and compaction would keep that."""
+        """All of the state: another producer wrote under its keys, and compaction would keep that."""
         records = [(self._keys.key("last", i), d.to_json().encode()) for i, d in self._last.items()]
-        records += [(self._keys.key("begun", i), b.to_json().encode()) for i, b in self._begun.items()]
+        records += [(self._keys.key("begun", i), b.to_json().encode()) for i, b in self._started.items()]
         return [*records, *((self._keys.key("archive", n), a.data) for n, a in self._archive.items())]
 
     def _reached(self, producer: LedgerProducer) -> None:
@@ -596,8 +596,8 @@ class KafkaStore:
         """A decision is written twice: as the newest, and for the audit's history."""
         incarnation, decision = self._scope.incarnation, change.decision
         if decision is None:
-            begun = None if change.begun is None else change.begun.to_json().encode()
-            return {STATE_PARTITION: [(self._keys.key("begun", incarnation), begun)]}
+            started = None if change.started is None else change.started.to_json().encode()
+            return {STATE_PARTITION: [(self._keys.key("begun", incarnation), started)]}
         text, n = decision.to_json().encode(), decision.batch % LEDGER_HISTORY_BATCHES
         return {
             STATE_PARTITION: [(self._keys.key("last", incarnation), text)],
@@ -610,9 +610,9 @@ class KafkaStore:
         if change.decision is not None:
             self._last.pop(incarnation, None)
             self._last[incarnation] = change.decision
-        if change.begun is not None:
-            self._begun.pop(incarnation, None)
-            self._begun[incarnation] = change.begun
+        if change.started is not None:
+            self._started.pop(incarnation, None)
+            self._started[incarnation] = change.started
 
     # -- names ---------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from delivered.model.work import Failed, Ok, Outcome, Owner, Unknown
 # The pipeline's internal topic: layout and creation.
 
 STATE_PARTITION = 0
-"""Owners, newest decisions and begun batches: small, read at every start."""
+"""Owners, newest decisions and started batches: small, read at every start."""
 HISTORY_PARTITION = 1
 """Decisions kept for the audit, and its seals."""
 MARKERS_FROM = 2
@@ -99,7 +99,7 @@ def _create(wire: Wire, topic: str, options: SinkOptions) -> None:
     Config = Topic.CreatableTopicConfig  # noqa: N806
 
     def ask() -> Any:
-        copies = options.ledger_replication or copies_wanted(wire, options.topic)
+        copies = options.ledger_replication or find_replication_factor(wire, options.topic)
         settings = _CONFIG | ({_MIN_ISR: "2"} if copies >= COPIES else {})
         request = CreateTopicsRequest(
             topics=[
@@ -135,7 +135,7 @@ def _create(wire: Wire, topic: str, options: SinkOptions) -> None:
     )
 
 
-def copies_wanted(wire: Wire, beside: str | None) -> int:
+def find_replication_factor(wire: Wire, beside: str | None) -> int:
     """Replication factor for the ledger of a sink that writes to this topic; None: to several."""
     if beside is not None:
         found: Any = wire.patiently(lambda: wire.topic(beside))
@@ -256,7 +256,7 @@ def abort_orphans(
 #
 #     partition 0   ["owner", pipeline, sink]                  the ledger's owner
 #                   ["last", pipeline, sink, incarnation]      its newest decision
-#                   ["begun", pipeline, sink, incarnation]     its newest begun batch (at_most_once)
+#                   ["begun", pipeline, sink, incarnation]     its newest started batch (at_most_once)
 #                   ["archive", pipeline, sink, n]             summaries of old incarnations: 25 bytes each
 #     partition 1   ["kept", pipeline, sink, incarnation, n]   decisions for the audit, n = batch % 1000
 #                   ["seal", pipeline, sink, number]         seals of audits, never deleted: see `seals`
@@ -265,7 +265,7 @@ def abort_orphans(
 # Keys of an earlier release (format 1) lack the pipeline; several pipelines that share a topic may have written to
 # them. They stay where they are, are read, and are never written again:
 #
-# - A decision counts for the pipeline that it names. An owner, a begun batch and an archive name none, and count for
+# - A decision counts for the pipeline that it names. An owner, a started batch and an archive name none, and count for
 #   every pipeline of that sink: at worst, a start is refused that need not be.
 # - A claim replaces the old owner by one that such a release refuses (`FORMAT_NEWER`): it would not see the new keys.
 
@@ -434,7 +434,7 @@ class CommittedReader:
     def _behind_open(self, end: int, ours: Callable[[Record], bool]) -> list[Record] | None:
         """Committed records from an open transaction's start to the end. None: records of ours are undecided.
 
-        Between the last stable offset and the end, control records tell which transactions have ended.
+        Between the last stable offset and the end, control records show which transactions have ended.
         """
         at, found = self.position, list[Record]()
         undecided: dict[int, list[Record]] = {}

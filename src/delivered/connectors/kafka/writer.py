@@ -88,7 +88,7 @@ _clusters: dict[tuple[str, ...], Cluster] = {}
 
 
 @dataclass(frozen=True)
-class Taken:
+class ProducerSession:
     """A transactional producer that holds its id.
 
     Attributes:
@@ -109,7 +109,7 @@ def _by_arrow(options: SinkOptions) -> bool:
     return by_arrow(SINK_OWNER, options.through, options.client, SINK_SETTINGS)
 
 
-def take(options: SinkOptions, work: Work) -> Taken:
+def take(options: SinkOptions, work: Work) -> ProducerSession:
     """A transactional producer for one attempt of one shard of one batch; owned by the caller.
 
     Raises:
@@ -129,7 +129,7 @@ def take(options: SinkOptions, work: Work) -> Taken:
                 if delays:  # another attempt's transaction was ended just now
                     _check_ended(cluster.wire, options, work, held)
                 config = producer_config(options, Guarantee.EXACTLY_ONCE, name)
-                return Taken(Sender(cluster, config, held), held)
+                return ProducerSession(Sender(cluster, config, held), held)
             case Failed(reason):
                 raise ProducerError(reason.rpartition(": ")[2], reason)
             case Unknown(reason):
@@ -140,7 +140,7 @@ def take(options: SinkOptions, work: Work) -> Taken:
             producer.start(START_TIMEOUT_S)
         held = state_of(options, name).participant
         _check_ended(_cluster(options).wire, options, work, held)
-        return Taken(producer, held)
+        return ProducerSession(producer, held)
     except BaseException:
         producer.close()
         raise
@@ -336,23 +336,23 @@ class TransactionalWriter(Writer):
         self._work = work
         self._id = transactional_id(work)
         self._sender = _Sender(options)
-        self._taken: Taken | None = None
+        self._session: ProducerSession | None = None
 
     def stage(self, batch: pa.RecordBatch) -> None:
         """Send rows in the transaction, opened by the first rows."""
         if batch.num_rows == 0:
             return
-        producer = self._begun()
+        producer = self._begin()
         with _explained(self._options):
             self._sender.send(producer, batch)
         _refuse_failures(producer, self._options)
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
         """Flush rows and marker until acknowledged; leave the transaction open. No rows: no transaction."""
-        taken = self._taken
-        if taken is None:
+        session = self._session
+        if session is None:
             return Promise()
-        producer, scope = taken.producer, self._work.scope
+        producer, scope = session.producer, self._work.scope
         with _explained(self._options):
             producer.send_one(
                 ledger_topic(scope, self._options.ledger_topic),
@@ -363,22 +363,22 @@ class TransactionalWriter(Writer):
             producer.flush(min(FLUSH_TIMEOUT_S, self._options.transaction_timeout_s))
             _refuse_failures(producer, self._options)
             if not isinstance(producer, Sender):
-                self._confirm(taken)
+                self._confirm(session)
         # From here on the transaction belongs to the driver.
-        self._taken = None
+        self._session = None
         _retire(producer)
-        return Promise(taken.held)
+        return Promise(session.held)
 
-    def _confirm(self, taken: Taken) -> None:
+    def _confirm(self, session: ProducerSession) -> None:
         """Promise only a transaction that the coordinator reports as open, including the marker's partition.
 
-        librdkafka tells neither its epoch nor which partitions were added. A `Sender` has both from the coordinator's
+        librdkafka reports neither its epoch nor which partitions were added. A `Sender` has both from the coordinator's
         own answers, and its requests carry the epoch: what was acknowledged is in this transaction.
         """
         found = state_of(self._options, self._id)
         scope = self._work.scope
         marker = f"{ledger_topic(scope, self._options.ledger_topic)}-{marker_partition(scope)}"
-        held, now = taken.held, found.participant
+        held, now = session.held, found.participant
         if found.state == "Ongoing" and now == held and marker in found.targets:
             return
         raise DeliveredError(
@@ -390,23 +390,24 @@ class TransactionalWriter(Writer):
             current_producer_id=now.producer_id,
             current_epoch=now.epoch,
             partitions=", ".join(found.targets) or "none",
-            hint=taken.producer.failures.hint(),
+            hint=session.producer.failures.hint(),
         )
 
     def abort(self) -> None:
         """Abort the transaction unless it is prepared: then it is left to recovery."""
-        taken, self._taken = self._taken, None
-        if taken is not None:
+        session, self._session = self._session, None
+        if session is not None:
             with suppress(ProducerError):
-                taken.producer.abort(REQUEST_TIMEOUT_S)
-            taken.producer.close()
+                session.producer.abort(REQUEST_TIMEOUT_S)
+            session.producer.close()
 
-    def _begun(self) -> AnyProducer:
-        if self._taken is None:
+    def _begin(self) -> AnyProducer:
+        """The producer, with an open transaction."""
+        if self._session is None:
             with _explained(self._options):
-                self._taken = take(self._options, self._work)
-                self._taken.producer.begin()
-        return self._taken.producer
+                self._session = take(self._options, self._work)
+                self._session.producer.begin()
+        return self._session.producer
 
 
 class DirectWriter(Writer):

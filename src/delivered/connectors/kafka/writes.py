@@ -13,7 +13,7 @@ from delivered.clients.kafka.errors import NoAnswer, NotSent
 from delivered.clients.kafka.protocol import FATAL, Wire, is_leader, name_of, retried
 from delivered.clients.kafka.sender import VERDICTS, Verdict
 from delivered.clients.kafka.transactions import Transaction, describe, end, end_request, initialise
-from delivered.connectors.kafka.committer import end_hanging, find_hanging, refused
+from delivered.connectors.kafka.committer import build_refusal, end_hanging, find_hanging
 from delivered.connectors.kafka.topics import HIDDEN_S, HISTORY_PARTITION, STATE_PARTITION, Hidden
 from delivered.model.limits import RECOVERY_WAIT_S, REQUEST_TIMEOUT_S
 from delivered.model.work import Failed, Ok, Outcome, Unknown
@@ -56,8 +56,8 @@ def take_id(wire: Wire, name: str, topic: str, timeout_ms: int, deadline: float)
 def settle_ids(wire: Wire, names: Sequence[str], topic: str, deadline: float, *, known: bool = False) -> int:
     """End what these ids left open in the ledger's partitions: abort what their coordinator aborted, commit the rest.
 
-    To commit is safe where nothing tells: a decision counts if it is in the ledger, and its participants are written
-    again if they were aborted. A decision that was acknowledged must not vanish.
+    If the outcome is unknown, a commit is safe: a decision counts if it is in the ledger, and its participants are
+    written again if they were aborted. A decision that was acknowledged must not vanish.
 
     Args:
         known: only what their coordinator reports as ended.
@@ -80,7 +80,7 @@ def settle_ids(wire: Wire, names: Sequence[str], topic: str, deadline: float, *,
                 raise NoAnswer(reason)
             case Failed(reason):
                 # The next transaction of this producer id would end it, too. If that aborts, a decision vanishes.
-                raise refused(found, commit, reason, by_hand=False)
+                raise build_refusal(found, commit, reason, by_hand=False)
     return count
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from delivered.kits.options import absolute, headers_option, rows_max_option
-from delivered.model.options import Options, OptionType, Unfit, option, prefixed, resolve_secrets, whole
+from delivered.model.options import Options, OptionType, Unfit, integer, option, prefixed, resolve_secrets
 
 EARLIEST = "earliest"
 LATEST = "latest"
@@ -67,7 +67,7 @@ class LogOptions(Options, owner="delivered_log source"):
         "startingTimestamp",
         "Milliseconds since 1970: a new checkpoint starts at each partition's first record of then or later, whatever "
         "startingOffsets says.",
-        whole(0),
+        integer(0),
         default=None,
     )
     rows_max: int | None = rows_max_option("records")

@@ -88,7 +88,7 @@ class Snapshot:
         return min((f.low for f in files if f.appended_ms >= newest_ms - for_ms), default=None)
 
     def rate(self, partition: int) -> float | None:
-        """Records per second, over the last appends. None: too few to tell."""
+        """Records per second, over the last appends. None: too few to know."""
         files = [f for f in self.files if f.partition == partition][-_RATE_APPENDS:]
         span_ms = files[-1].appended_ms - files[0].appended_ms if files else 0
         if span_ms < _RATE_SPAN_MS_MIN:
@@ -133,7 +133,7 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
 
 
 def rate(path: str, storage: Mapping[str, str]) -> float | None:
-    """Records per second of the busiest partition, over its last appends since a compaction. None: too few to tell."""
+    """Records per second of the busiest partition, over its last appends since a compaction. None: too few to know."""
     now = snapshot(open_table(path, storage), path, storage)
     rates = [now.rate(partition) for partition in now.ends()]
     return max((r for r in rates if r is not None), default=None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from delivered.contract.connector import Connector, Factory
 from delivered.model.capability import Commit
-from delivered.model.options import Options, choice, option, whole
+from delivered.model.options import Options, choice, integer, option
 
 
 class _World(Options):
@@ -16,7 +16,7 @@ class _World(Options):
 
 class MemorySourceOptions(_World, owner="delivered_memory source"):
     rows_max: int | None = option(
-        "maxOffsetsPerTrigger", "Records in one batch, at most.", whole(1), default=None, shown="no bound"
+        "maxOffsetsPerTrigger", "Records in one batch, at most.", integer(1), default=None, shown="no bound"
     )
 
 
@@ -28,7 +28,7 @@ class MemorySinkOptions(_World, owner="delivered_memory sink"):
         default=Commit.TWO_PHASE,
     )
     value_bytes_max: int | None = option(
-        "valueBytesMax", "A row with a longer value is refused.", whole(0), default=None, shown="no bound"
+        "valueBytesMax", "A row with a longer value is refused.", integer(0), default=None, shown="no bound"
     )
 
 

@@ -117,8 +117,8 @@ class MemoryStore:
 
     def _put(self, change: Change) -> Outcome[None]:
         """Write rows and record atomically."""
-        if change.begun is not None:
-            self._room.started[self._scope.incarnation] = change.begun
+        if change.started is not None:
+            self._room.started[self._scope.incarnation] = change.started
         staged = []
         for p in change.move:
             participant = self._world.participants.get(Opened.of(p).id)

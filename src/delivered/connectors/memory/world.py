@@ -21,7 +21,7 @@ from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope, Work
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Begun, Decision, Handle, Owner
+from delivered.model.work import Decision, Handle, Owner, Started
 
 ROWS = pa.schema([pa.field("key", pa.binary()), pa.field("value", pa.binary())])
 
@@ -75,7 +75,7 @@ class Room:
     owner: Owner | None = None
     epoch: int = 0
     decisions: list[str] = field(default_factory=list)
-    started: dict[str, Begun] = field(default_factory=dict)
+    started: dict[str, Started] = field(default_factory=dict)
     seals: dict[str, list[str]] = field(default_factory=dict)
 
     def of(self, incarnation: str) -> list[Decision]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql import MysqlOptions
 from delivered.kits.mysql import DENIED, LOGIN, LOST, address
-from delivered.kits.sql.database import is_newest, quoted
+from delivered.kits.sql.database import create_statement, is_newest, quoted
 from delivered.kits.sql.table import no_right_to_alter
 from delivered.kits.sql.transactions import new_nonce
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
@@ -246,8 +246,8 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         f"""CREATE TABLE IF NOT EXISTS {{s}}.decision (
             {_SCOPE}, decision longtext NOT NULL, decided_at datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6),
             {_GROWS}, PRIMARY KEY (pipeline, sink, incarnation, batch), UNIQUE KEY (n)) {_TABLE}""",
-        f"""CREATE TABLE IF NOT EXISTS {{s}}.begun (
-            {_SCOPE}, offsets longtext NOT NULL, begun_at datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6),
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.{{started}} (
+            {_SCOPE}, offsets longtext NOT NULL, {{started_at}} datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6),
             {_GROWS}, PRIMARY KEY (pipeline, sink, incarnation), UNIQUE KEY (n)) {_TABLE}""",
         # Not unique by shard: two attempts with open markers would block each other forever.
         f"""CREATE TABLE IF NOT EXISTS {{s}}.marker (
@@ -262,7 +262,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             pipeline {_NAME_TYPE}, sink {_NAME_TYPE}, incarnation {_NAME_TYPE}, number bigint NOT NULL,
             batch bigint NOT NULL, newest_us bigint NOT NULL, former_us bigint NOT NULL, made_ms bigint NOT NULL,
             PRIMARY KEY (pipeline, sink, incarnation), UNIQUE KEY of_number (number)) {_TABLE}""",
-        f"""CREATE TABLE IF NOT EXISTS {{s}}.noted (
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.{{admitted}} (
             number bigint NOT NULL, epoch bigint NOT NULL, batch bigint NOT NULL, hash binary(16) NOT NULL,
             at_us bigint NOT NULL, until_us bigint NOT NULL,
             PRIMARY KEY (number, epoch, batch, hash, at_us)) {_TABLE}""",
@@ -276,7 +276,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             PRIMARY KEY (pipeline, sink, incarnation)) {_TABLE}""",
     ),
     (
-        f"""CREATE TABLE IF NOT EXISTS {{s}}.left_out (
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.{{skipped}} (
             {_SCOPE}, kind varchar(16) NOT NULL, total bigint NOT NULL,
             {_GROWS}, PRIMARY KEY (n), KEY of_batch (pipeline, sink, incarnation, batch)) {_TABLE}""",
         f"""CREATE TABLE IF NOT EXISTS {{s}}.dead_letter (
@@ -340,7 +340,7 @@ def migrate(connection: Session, schema: str) -> None:
         # Check again: another process may have been faster.
         for version in range(ledger_version(connection, schema), len(MIGRATIONS)):
             for statement in MIGRATIONS[version]:
-                connection.execute(statement.format(s=s))
+                connection.execute(create_statement(statement, s))
             connection.execute(
                 f"INSERT IGNORE INTO {with_values(schema)}.migration (version) VALUES (%s)", [version + 1]
             )

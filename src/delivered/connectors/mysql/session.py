@@ -18,7 +18,7 @@ from pymysql.protocol import OKPacketWrapper
 
 from delivered.kits.mysql import Tls
 from delivered.kits.mysql.connection import Connection
-from delivered.kits.sql.database import Peer, watched
+from delivered.kits.sql.database import Peer, watch
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
@@ -97,7 +97,7 @@ class Session(Connection):
         if self._peer is None:
             yield
             return
-        with watched(self._peer, self.thread_id(), self._cut) as call:
+        with watch(self._peer, self.thread_id(), self._cut) as call:
             try:
                 yield
             except pymysql.OperationalError as error:

@@ -91,9 +91,9 @@ def ledger_dialect(schema: str) -> MysqlDialect:
     """Dialect of a ledger in this database."""
     s = with_values(schema)
     return MysqlDialect(
-        tables={name: f"{s}.{name}" for name in LEDGER_TABLES},
+        tables={name: f"{s}.{table}" for name, table in LEDGER_TABLES.items()},
         value=lambda statement: re.sub(r":(\w+)", r"%(\1)s", statement),
-        written={"decision": "n", "begun": "n"},
+        written={"decision": "n", "started": "n"},
         hold=" FOR UPDATE",
         pack=lambda names: json.dumps(list(names)),
         unpack=json.loads,
@@ -138,7 +138,7 @@ class MysqlDatabase(Server["Session"]):
         connection.execute(f"SET SESSION innodb_lock_wait_timeout = {self.options.lock_timeout_s}")
 
     def may_commit(self, error: Exception) -> bool:
-        """Always: only a claim, which waits for the transaction to end, can tell."""
+        """Always: only a claim, which waits for the transaction to end, shows it."""
         del error
         return True
 

@@ -34,19 +34,19 @@ import pyarrow as pa
 
 from delivered.connectors.mysql import MysqlOptions, client
 from delivered.connectors.mysql.client import alone, with_values
-from delivered.kits.sql.database import Definition, Server, events, quoted
-from delivered.kits.sql.merge import ORDER, ROUND, Merge, check_fits, no_unique_index, stored
+from delivered.kits.sql.database import Definition, Server, find_events, quoted
+from delivered.kits.sql.merge import ORDER, ROUND, Merge, check_fits, no_unique_index, stored_columns
 from delivered.kits.sql.table import (
     Column,
     ServerTypes,
-    absent,
     check_known,
     check_typed,
     compare,
-    extended,
-    marked,
+    extend,
+    find_absent,
+    id_in_comment,
     missing_at_server,
-    new_mark,
+    new_comment,
     numbered_schema,
     record_schema,
     text_of,
@@ -283,7 +283,7 @@ def identity(session: Session, options: MysqlOptions) -> str | None:
         "WHERE table_schema = coalesce(%s, database()) AND table_name = %s",
         [options.schema, options.table],
     ).fetchone()
-    mark = None if row is None else marked(row[0])
+    mark = None if row is None else id_in_comment(row[0])
     return None if mark is None else f"{mark}@{quote(f'{row[1]}.{row[2]}')}"
 
 
@@ -301,7 +301,7 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
         MySQLError: the server rejected it.
     """
     schema = numbered_schema(options, schema)
-    kept = stored(options.write, schema)
+    kept = stored_columns(options.write, schema)
     table = find(session, options)
     if table is None:
         check_hidden(session, options)
@@ -310,7 +310,7 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
         check_typed(options, schema)
         with alone(session):
             created = find(session, options) is None
-            body = f"({_body(options, kept)}) {_end(session)} COMMENT = '{new_mark()}'"
+            body = f"({_body(options, kept)}) {_end(session)} COMMENT = '{new_comment()}'"
             session.execute(f"CREATE TABLE IF NOT EXISTS {text_of(options)} {body}")
             table = find(session, options)
             if table is not None and created:  # a schema stored for an earlier table of this name is obsolete
@@ -356,19 +356,19 @@ def add_columns(session: Session, options: MysqlOptions, schema: pa.Schema) -> N
     Args:
         schema: plain types.
     """
-    kept = numbered_schema(options, stored(options.write, schema))
+    kept = numbered_schema(options, stored_columns(options.write, schema))
     with alone(session):
         table = find(session, options)
         if table is None:
             return
-        missing = absent(options, kept, table_columns(session, table))
+        missing = find_absent(options, kept, table_columns(session, table))
         if missing:
             added = ", ".join(f"ADD COLUMN {quoted(f.name)} {_declared(f)} NULL" for f in missing)
             client.alter(session, options, f"ALTER TABLE {table.full} {added}")
         known = stored_schema(session, options, table)
         if known is not None:
             records = TYPES.canonical_schema(record_schema(options, kept))
-            now = extended(options, known, records, _recovery_action(options, table))
+            now = extend(options, known, records, _recovery_action(options, table))
             session.execute(
                 f"UPDATE {with_values(options.ledger_schema)}.target SET arrow_schema = %s "
                 "WHERE base = %s AND name = %s",
@@ -559,7 +559,7 @@ def read_definition(session: Session, options: MysqlOptions) -> Definition:
     table = find(session, options)
     if table is None:
         return Definition(exists=False)
-    runs = events(options.write)
+    runs = find_events(options.write)
     rows = session.execute(
         "SELECT trigger_name, action_timing, event_manipulation FROM information_schema.triggers "
         "WHERE event_object_schema = %s AND event_object_table = %s ORDER BY event_manipulation, action_order",

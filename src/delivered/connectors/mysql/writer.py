@@ -20,10 +20,10 @@ from delivered.connectors.mysql import MysqlOptions, client, store, target
 from delivered.connectors.mysql.client import migrate
 from delivered.connectors.mysql.target import TYPES
 from delivered.kits.sql.database import Definition, give, quoted, take
-from delivered.kits.sql.merge import check_rows, stored
-from delivered.kits.sql.sink import ShardWriter, bytes_of, long_values, refused, too_long
-from delivered.kits.sql.table import Mechanism, check_nulls, numbered
-from delivered.kits.sql.transactions import PreparedRows, delete, mark, new_nonce
+from delivered.kits.sql.merge import check_rows, stored_columns
+from delivered.kits.sql.sink import ShardWriter, bytes_of, find_refused, find_too_long, long_values
+from delivered.kits.sql.table import Mechanism, add_number, check_nulls
+from delivered.kits.sql.transactions import PreparedRows, delete, new_nonce, write_marker
 from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
@@ -282,7 +282,7 @@ class LoadWriter(ShardWriter):
             if self._loading is None:
                 self._loading = self._begin(self._session)
             check_nulls(batch, self._ready.filled)
-            self._loading.add(numbered(self._options, batch, self._number))
+            self._loading.add(add_number(self._options, batch, self._number))
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
         session, loading = self._session, self._loading
@@ -390,7 +390,7 @@ class LoadWriter(ShardWriter):
             delete(session, self._options, merge, self._staging.full(self._staged), definition)
 
     def _promise(self, session: Session, fingerprint: Fingerprint) -> str:
-        mark(session, self._server.dialect, self._work, self._gid, fingerprint)
+        write_marker(session, self._server.dialect, self._work, self._gid, fingerprint)
         session.execute(f"XA END {store.xid(self._gid)}")
         session.execute(f"XA PREPARE {store.xid(self._gid)}")
         return self._gid
@@ -419,7 +419,7 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
     if existing is None:
         return None
     columns = _columns(session, existing)
-    names = stored(options.write, schema).names
+    names = stored_columns(options.write, schema).names
     widths: dict[str, dict[str, int]] = {"characters": {}, "bytes": {}}
     for name in names:
         column = columns[name.lower()]
@@ -427,7 +427,7 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
             widths["characters" if column.kind == "varchar" else "bytes"][name] = column.width
     reasons = None
     for unit, of in widths.items():
-        reasons = first_of(reasons, too_long(batch, of, unit))
+        reasons = first_of(reasons, find_too_long(batch, of, unit))
     valid = _valid_json(session, existing)
     suspects = _suspects(batch, names, columns, bool(valid), packet_limit(session))
     if reasons is not None:
@@ -459,7 +459,7 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
         return None
 
     try:
-        return first_of(reasons, refused(batch.select(names), suspects, load))
+        return first_of(reasons, find_refused(batch.select(names), suspects, load))
     finally:
         session.execute(f"DROP TEMPORARY TABLE {table}")
 

@@ -20,10 +20,10 @@ from delivered.model.options import (
     Unfit,
     check_postgres_words,
     choice,
+    integer,
     names_database,
     option,
     resolve_secret,
-    whole,
 )
 from delivered.patterns.caller import NAME_LENGTHS_MAX
 
@@ -207,7 +207,7 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
     timeline: int | None = option(
         "timeline",
         "Timeline of the server after a failover, once you have checked that no row was lost in it.",
-        whole(1),
+        integer(1),
         default=None,
         example="2",
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.connectors.postgres.target import migrate, version_of
-from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Definition, Dialect, Server, quoted
+from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, STARTED_AT, Definition, Dialect, Server, quoted
 from delivered.kits.sql.text import POSTGRES, check_postgres, setting_refused
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
@@ -130,9 +130,9 @@ def ledger_dialect(schema: str) -> Dialect:
     """Dialect of a ledger in this schema."""
     s = quoted(schema).replace("%", "%%")
     return Dialect(
-        tables={name: f"{s}.{name}" for name in LEDGER_TABLES},
+        tables={name: f"{s}.{table}" for name, table in LEDGER_TABLES.items()},
         value=lambda statement: re.sub(r":(\w+)", r"%(\1)s", statement),
-        written={"decision": "decided_at", "begun": "begun_at"},
+        written={"decision": "decided_at", "started": STARTED_AT},
         hold=" FOR UPDATE",
         pack=list,
         unpack=lambda names: names,
@@ -142,7 +142,7 @@ def ledger_dialect(schema: str) -> Dialect:
         "xact_start IS NOT NULL; then SELECT pg_terminate_backend(pid)",
         # A server's clock may be set back, or a standby's be behind: never before an earlier row. The owner's row is
         # locked meanwhile.
-        now="greatest(now(), (SELECT max(begun_at) + interval '1 microsecond' FROM {begun} "
+        now=f"greatest(now(), (SELECT max({STARTED_AT}) + interval '1 microsecond' FROM {{started}} "  # noqa: S608
         "WHERE pipeline = :pipeline AND sink = :sink))",
     )
 

@@ -79,7 +79,7 @@ def relations(connection: psycopg.Connection[Any], oid: int) -> list[Relation]:
 
 
 def take(connection: psycopg.Connection[Any], options: PostgresOptions) -> Offsets | None:
-    """The position now. None: there is no table, or transaction numbers cannot tell.
+    """The position now. None: there is no table, or transaction numbers do not show it.
 
     Raises psycopg.Error.
     """

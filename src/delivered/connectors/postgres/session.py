@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 from psycopg.types.datetime import DateLoader, TimestampLoader, TimestamptzLoader
 
-from delivered.kits.sql.database import Peer, watched
+from delivered.kits.sql.database import Peer, watch
 from delivered.kits.sql.text import days, micros
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Session(psycopg.Connection[Any]):
         """The one place where psycopg waits for the server."""
         if self._peer is None:
             return super().wait(*given, **options)
-        with watched(self._peer, self._pid, self._cut) as call:
+        with watch(self._peer, self._pid, self._cut) as call:
             try:
                 return super().wait(*given, **options)
             except psycopg.OperationalError as error:

@@ -173,6 +173,6 @@ class PostgresSink(ServerSink):
         commit="COMMIT PREPARED",
         moved="nothing to do; the decision made the rows visible",
         holds="hold locks and stop VACUUM",
-        assumes=("the database is backed up and restored as a whole, with the ledger's schema",),
+        assumes=("the database is backed up and restored as one, with the ledger's schema",),
         limits=("the server's max_prepared_transactions must exceed the number of shards",),
     )

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from delivered.connectors.postgres.sink import ENUM, TYPES, PostgresOptions
-from delivered.kits.sql.database import Definition, Server, events, is_newest, quoted
-from delivered.kits.sql.merge import Merge, check_fits, stored
+from delivered.kits.sql.database import Definition, Server, create_statement, find_events, is_newest, quoted
+from delivered.kits.sql.merge import Merge, check_fits, stored_columns
 from delivered.kits.sql.table import (
     Column,
-    absent,
     check_known,
     check_typed,
     compare,
-    extended,
+    extend,
+    find_absent,
     missing_at_server,
     no_right_to_alter,
     numbered_schema,
@@ -94,7 +94,7 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
         psycopg.Error: the server rejected it.
     """
     schema = numbered_schema(options, schema)
-    kept = stored(options.write, schema)
+    kept = stored_columns(options.write, schema)
     found = find(connection, options)
     if found is None:
         if not options.create:
@@ -158,20 +158,20 @@ def add_columns(connection: psycopg.Connection[Any], options: PostgresOptions, s
     Args:
         schema: plain types.
     """
-    kept = numbered_schema(options, stored(options.write, schema))
+    kept = numbered_schema(options, stored_columns(options.write, schema))
     with connection.transaction():
         alone(connection)
         found = find(connection, options)
         if found is None:
             return
         relation, name, _ = found
-        missing = absent(options, kept, table_columns(connection, relation))
+        missing = find_absent(options, kept, table_columns(connection, relation))
         if missing:
             added = ", ".join(f"ADD COLUMN {quoted(f.name)} {TYPES.declared(f.type)}" for f in missing)
             _alter(connection, options, f"ALTER TABLE {name} {added}")
         known = stored_schema(connection, options, relation)
         if known is not None:
-            now = extended(
+            now = extend(
                 options,
                 known,
                 TYPES.canonical_schema(record_schema(options, kept)),
@@ -352,7 +352,7 @@ def read_definition(
         columns: read limits and computed columns, too.
     """
     write = options.write
-    runs = events(write)
+    runs = find_events(write)
     values = {"table": text_of(options), "keys": list(write.keys)}
     triggers, rules, loose, policy, exists = [], [], dict[str, str](), False, False
     for what, name, detail in connection.execute(_FACTS, values).fetchall():
@@ -401,9 +401,9 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
             decision text NOT NULL, decided_at timestamptz NOT NULL DEFAULT now(),
             PRIMARY KEY (pipeline, sink, incarnation, batch))""",
-        """CREATE TABLE {s}.begun (
+        """CREATE TABLE {s}.{started} (
             pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
-            offsets text NOT NULL, begun_at timestamptz NOT NULL DEFAULT now(),
+            offsets text NOT NULL, {started_at} timestamptz NOT NULL DEFAULT now(),
             PRIMARY KEY (pipeline, sink, incarnation))""",
         # Not unique by shard: two attempts with open markers would block each other forever.
         """CREATE TABLE {s}.marker (
@@ -417,7 +417,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, number bigint NOT NULL UNIQUE,
             batch bigint NOT NULL, newest_us bigint NOT NULL, former_us bigint NOT NULL, made_ms bigint NOT NULL,
             PRIMARY KEY (pipeline, sink, incarnation))""",
-        """CREATE TABLE {s}.noted (
+        """CREATE TABLE {s}.{admitted} (
             number bigint NOT NULL, epoch bigint NOT NULL, batch bigint NOT NULL, hash bytea NOT NULL,
             at_us bigint NOT NULL, until_us bigint NOT NULL, PRIMARY KEY (number, epoch, batch, hash, at_us))""",
         """CREATE TABLE {s}.seen (
@@ -431,10 +431,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             PRIMARY KEY (pipeline, sink, incarnation))""",
     ),
     (
-        """CREATE TABLE {s}.left_out (
+        """CREATE TABLE {s}.{skipped} (
             pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
             kind text NOT NULL, total bigint NOT NULL)""",
-        "CREATE INDEX left_out_of ON {s}.left_out (pipeline, sink, incarnation, batch)",
+        "CREATE INDEX {skipped}_of ON {s}.{skipped} (pipeline, sink, incarnation, batch)",
         """CREATE TABLE {s}.dead_letter (
             pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
             shard integer NOT NULL, reason text NOT NULL, record text NOT NULL)""",
@@ -489,7 +489,7 @@ def migrate(connection: psycopg.Connection[Any], schema: str) -> None:
         # Check again: another process may have been faster.
         for version in range(version_of(connection, schema), len(MIGRATIONS)):
             for statement in MIGRATIONS[version]:
-                connection.execute(statement.format(s=s))
+                connection.execute(create_statement(statement, s))
             connection.execute(f"INSERT INTO {s}.migration (version) VALUES (%s)", [version + 1])  # noqa: S608
 
 

@@ -14,8 +14,8 @@ from delivered.connectors.postgres.client import about_a_row
 from delivered.connectors.postgres.sink import TYPES, PostgresOptions
 from delivered.connectors.postgres.target import migrate
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.merge import stored
-from delivered.kits.sql.sink import LONG_BYTES, bytes_of, refused, too_long
+from delivered.kits.sql.merge import stored_columns
+from delivered.kits.sql.sink import LONG_BYTES, bytes_of, find_refused, find_too_long
 from delivered.kits.sql.transactions import new_nonce
 from delivered.model.ranges import first_of, fitted
 
@@ -33,7 +33,7 @@ def refused_rows(
 
     Creates the table first if the options request it. Loads suspicious rows into an empty table like the target, with
     its indexes but without its constraints, in a transaction that is rolled back: no row of the target is locked, and
-    none of other shards is met.
+    rows of other shards do not conflict.
 
     Raises:
         UsageError, psycopg.Error: the table cannot take rows of this schema at all.
@@ -48,8 +48,8 @@ def refused_rows(
     if found is None:
         return None
     relation = found[0]
-    reasons = too_long(batch, ready.widths, "characters")
-    names = stored(options.write, schema).names
+    reasons = find_too_long(batch, ready.widths, "characters")
+    names = stored_columns(options.write, schema).names
     indexes = _indexes(connection, relation)
     suspects = _suspects(batch, names, indexes, _parses(connection, relation, names))
     if reasons is not None:
@@ -60,7 +60,7 @@ def refused_rows(
     connection.execute("BEGIN")
     try:
         copy = _Copy(connection, options, relation, ready.name, tuple(names), tuple(kinds), indexes)
-        return first_of(reasons, refused(batch.select(names), suspects, copy.load))
+        return first_of(reasons, find_refused(batch.select(names), suspects, copy.load))
     finally:
         connection.execute("ROLLBACK")
 

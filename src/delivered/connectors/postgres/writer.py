@@ -19,8 +19,8 @@ from delivered.connectors.postgres.target import migrate
 from delivered.kits.sql.database import Definition, give, take
 from delivered.kits.sql.merge import check_count, check_rows
 from delivered.kits.sql.sink import ShardWriter
-from delivered.kits.sql.table import Mechanism, check_widths, numbered
-from delivered.kits.sql.transactions import Names, PreparedRows, delete, mark, new_nonce
+from delivered.kits.sql.table import Mechanism, add_number, check_widths
+from delivered.kits.sql.transactions import Names, PreparedRows, delete, new_nonce, write_marker
 from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
@@ -88,7 +88,7 @@ class CopyWriter(ShardWriter):
             if self._copy is None:
                 self._begin()
             check_widths(batch, self._ready.widths)
-            for block in blocks(numbered(self._options, batch, self._number), self._ready.kinds):
+            for block in blocks(add_number(self._options, batch, self._number), self._ready.kinds):
                 self._copy.write(block)
             self._rows += batch.num_rows
         except psycopg.Error as error:
@@ -186,7 +186,7 @@ class CopyWriter(ShardWriter):
         from psycopg import sql
 
         self._gid = gid = committer.new_id(self._work, self._options.ledger_schema)
-        mark(connection, self._server.dialect, self._work, gid, fingerprint)
+        write_marker(connection, self._server.dialect, self._work, gid, fingerprint)
         connection.execute(sql.SQL("PREPARE TRANSACTION {}").format(sql.Literal(gid)))
         return gid
 

@@ -33,17 +33,17 @@ from delivered.model.options import (
     Unfit,
     check_netloc,
     choice,
+    integer,
     is_loopback,
     option,
     several,
-    whole,
 )
 
 SOURCE = "delivered_pulsar source"
 SINK = "delivered_pulsar sink"
 BYTES_MAX = (5 << 20) - (10 << 10)
 """The brokers' default maxMessageSize, minus a message's metadata."""
-_COUNT = whole(1)
+_COUNT = integer(1)
 TRANSACTION_TIMEOUT_S = 7 * 86_400
 TRANSACTION_TIMEOUT_S_MAX = 10_000_000
 """The longest that was tried, with 4.0.4."""
@@ -170,7 +170,7 @@ class SourceOptions(Place, owner=SOURCE, ignored=("path",)):
         "schemaVersion",
         "For schema=topic and a single topic: schema version of the columns; messages of other versions are converted "
         "to it.",
-        whole(0),
+        integer(0),
         default=None,
         shown="the newest when the query starts",
         example="3",
@@ -247,7 +247,7 @@ class PulsarSinkOptions(Place, owner=SINK):
         "transactionTimeout",
         "For exactly_once: seconds after which brokers abort a transaction that was opened. Longer than the pipeline "
         "is ever stopped; an orphan of a pipeline that never starts again hides what was sent behind it for so long.",
-        whole(1, TRANSACTION_TIMEOUT_S_MAX),
+        integer(1, TRANSACTION_TIMEOUT_S_MAX),
         default=TRANSACTION_TIMEOUT_S,
     )
     ledger: str | None = option(

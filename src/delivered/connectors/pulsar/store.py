@@ -31,13 +31,13 @@ from delivered.model.work import (
     ENTRY_BYTES,
     Archive,
     Archived,
-    Begun,
     Decision,
     Failed,
     LedgerState,
     Ok,
     Outcome,
     Owner,
+    Started,
     Unknown,
 )
 
@@ -75,7 +75,7 @@ class State:
     owner: Owner | None = None
     epoch: int = 0
     last: dict[str, Decision] = field(default_factory=dict)
-    started: dict[str, Begun] = field(default_factory=dict)
+    started: dict[str, Started] = field(default_factory=dict)
     archive: Archive = field(default_factory=Archive)
     decided: int = 0
     copied: int = 0
@@ -94,7 +94,7 @@ class State:
         if "decision" in fields:
             self._decide(Decision.from_json(fields["decision"]))
         elif "started" in fields:
-            self.started[fields["incarnation"]] = Begun.from_json(fields["started"])
+            self.started[fields["incarnation"]] = Started.from_json(fields["started"])
         else:
             self.archive = Archive(self.archive.data + b64decode(fields["archive"]))
 
@@ -111,7 +111,7 @@ class State:
                 self.archive = self.archive.with_more(entries)
             case "started":
                 self.started.pop(fields["incarnation"], None)
-                self.started[fields["incarnation"]] = Begun.from_json(fields["started"])
+                self.started[fields["incarnation"]] = Started.from_json(fields["started"])
             case "decision":
                 self._decide(Decision.from_json(fields["decision"]))
                 self.decided += 1
@@ -258,7 +258,7 @@ class PulsarStore:
                 continue
             finally:
                 store.close()
-            found.append(OtherLedger(scope.pipeline, scope.sink, bool(state.last or state.begun)))
+            found.append(OtherLedger(scope.pipeline, scope.sink, bool(state.last or state.started)))
         return named_first(found)
 
     def last_seal(self, sink: str) -> str | None:
@@ -353,9 +353,9 @@ class PulsarStore:
     def _record(self, change: Change) -> tuple[str, dict[str, Any]]:
         if change.decision is not None:
             return DECISION, {"decision": change.decision.to_json()}
-        if change.begun is None:
+        if change.started is None:
             raise InvariantBroken("NO_TARGET.LEDGER", where=self.where)
-        return STARTED, {"incarnation": self._scope.incarnation, "started": change.begun.to_json()}
+        return STARTED, {"incarnation": self._scope.incarnation, "started": change.started.to_json()}
 
     def _copy_if_due(self) -> None:
         """Write the state, and leave what lies before an earlier copy to Pulsar. Never raises: what was to be written

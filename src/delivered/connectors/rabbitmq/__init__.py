@@ -23,7 +23,7 @@ from delivered.kits.options import (
     rows_max_option,
 )
 from delivered.model.errors import UsageError
-from delivered.model.options import OptionType, Unfit, option, whole
+from delivered.model.options import OptionType, Unfit, integer, option
 from delivered.receiver import ReceiveOptions
 
 # Options of `delivered_rabbitmq`.
@@ -63,7 +63,10 @@ class Place(BrokerOptions, TlsOptions):
 class RabbitmqOptions(Place, owner="delivered_rabbitmq source", more=(ReceiveOptions,)):
     queue: str = option("queue", "Queue to receive from: durable, preferably quorum.", example="orders")
     prefetch: int = option(
-        "prefetch", "Maximum number of unacknowledged messages per receiver.", whole(1, PREFETCH_MAX), default=PREFETCH
+        "prefetch",
+        "Maximum number of unacknowledged messages per receiver.",
+        integer(1, PREFETCH_MAX),
+        default=PREFETCH,
     )
 
     @property
@@ -158,7 +161,7 @@ class StreamOptions(Place, owner=OWNER, ignored=("path",)):
     prefetch: int = option(
         "prefetch",
         "Number of unacknowledged messages that RabbitMQ sends to a task.",
-        whole(1, PREFETCH_MAX),
+        integer(1, PREFETCH_MAX),
         default=STREAM_PREFETCH,
     )
     fail_on_data_loss: bool = data_loss_option("messages")

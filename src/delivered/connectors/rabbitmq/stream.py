@@ -276,7 +276,7 @@ def read_slice(
 
 def _messages(options: StreamOptions, stream: str, start: int, stop: int) -> Iterator[Message]:
     """Messages from `start` on, up to the first one at or after the slice's end."""
-    at, heard = start, time.monotonic()
+    at, answered_s = start, time.monotonic()
     follower: Follower | None = None
     try:
         while at < stop:
@@ -285,7 +285,7 @@ def _messages(options: StreamOptions, stream: str, start: int, stop: int) -> Ite
                     follower = Follower(options, stream, at, options.prefetch)
                 came = follower.take(_WAIT_S)
             except Unreachable:
-                if time.monotonic() - heard > SOURCE_PATIENCE_S:
+                if time.monotonic() - answered_s > SOURCE_PATIENCE_S:
                     raise
                 if follower is not None:
                     follower.close()
@@ -294,11 +294,11 @@ def _messages(options: StreamOptions, stream: str, start: int, stop: int) -> Ite
                 continue
             for message in came:
                 if message.offset >= at:
-                    at, heard = message.offset + 1, time.monotonic()
+                    at, answered_s = message.offset + 1, time.monotonic()
                     yield message
-            if not came and time.monotonic() - heard > _SILENCE_S and _over(options, stream, at, stop):
+            if not came and time.monotonic() - answered_s > _SILENCE_S and _over(options, stream, at, stop):
                 return
-            if time.monotonic() - heard > SOURCE_PATIENCE_S:
+            if time.monotonic() - answered_s > SOURCE_PATIENCE_S:
                 raise Unreachable(
                     "RABBITMQ_STALLED",
                     stream=stream,

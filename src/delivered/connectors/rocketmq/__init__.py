@@ -8,7 +8,7 @@ from __future__ import annotations
 from delivered.contract.connector import Connector, Factory
 from delivered.kits.options import external_ledger, message_id_columns, queue_sink_name
 from delivered.model.errors import UsageError
-from delivered.model.options import FLAG, TEXT, Options, OptionType, choice, option, parse_address, whole
+from delivered.model.options import FLAG, TEXT, Options, OptionType, choice, integer, option, parse_address
 from delivered.receiver import ReceiveOptions
 
 PREFETCH = 10_000
@@ -78,12 +78,15 @@ class RocketmqOptions(Place, owner="delivered_rocketmq source", more=(ReceiveOpt
         default=False,
     )
     prefetch: int = option(
-        "prefetch", "Maximum number of unacknowledged messages per receiver.", whole(1, PREFETCH_MAX), default=PREFETCH
+        "prefetch",
+        "Maximum number of unacknowledged messages per receiver.",
+        integer(1, PREFETCH_MAX),
+        default=PREFETCH,
     )
     invisible_s: int = option(
         "invisibleSeconds",
         "Seconds until a message is redelivered after its receiver died; renewed while a receiver holds it.",
-        whole(1, INVISIBLE_S_MAX),
+        integer(1, INVISIBLE_S_MAX),
         default=INVISIBLE_S,
     )
 

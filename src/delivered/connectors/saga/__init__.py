@@ -5,7 +5,7 @@ from __future__ import annotations
 from delivered.contract.connector import Connector, Factory
 from delivered.kits.options import PATH, external_ledger, queue_sink_name
 from delivered.kits.sql.table import database_url
-from delivered.model.options import Options, OptionType, Unfit, option, whole
+from delivered.model.options import Options, OptionType, Unfit, integer, option
 
 _URL: OptionType[str] = database_url(
     "postgresql://host/db or mysql://host/db", ("postgresql", "postgres", "mysql", "mariadb"), ("password",)
@@ -46,7 +46,7 @@ class SagaOptions(Options, owner="delivered_saga sink"):
     password: str | None = option(
         "password", "Password of the log's database.", default=None, secret=True, example="env:DATABASE_PASSWORD"
     )
-    threads: int = option("threads", "Sagas that a task runs at the same time.", whole(1, 64), default=4)
+    threads: int = option("threads", "Sagas that a task runs at the same time.", integer(1, 64), default=4)
     ledger: str = external_ledger()
 
     @property

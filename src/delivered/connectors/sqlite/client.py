@@ -200,12 +200,12 @@ class SqliteDatabase(Database[sqlite3.Connection]):
 
 DIALECT = Dialect(
     tables={
-        name: f"_delivered_{name}"
-        for name in LEDGER_TABLES
+        name: f"_delivered_{table}"
+        for name, table in LEDGER_TABLES.items()
         if name != "marker"  # there are no prepared transactions
     },
     value=lambda statement: statement,
-    written={"decision": "rowid", "begun": "rowid"},
+    written={"decision": "rowid", "started": "rowid"},
     hold="",  # there is only one write transaction at a time
     pack=lambda names: json.dumps(list(names)),
     unpack=json.loads,
@@ -215,50 +215,50 @@ DIALECT = Dialect(
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
-        """CREATE TABLE _delivered_owner (
+        """CREATE TABLE {owner} (
             pipeline TEXT NOT NULL, sink TEXT NOT NULL, id TEXT NOT NULL, epoch INTEGER NOT NULL,
             host TEXT NOT NULL, process INTEGER NOT NULL, started_ms INTEGER NOT NULL, superseded TEXT NOT NULL,
             PRIMARY KEY (pipeline, sink))""",
-        """CREATE TABLE _delivered_decision (
+        """CREATE TABLE {decision} (
             pipeline TEXT NOT NULL, sink TEXT NOT NULL, incarnation TEXT NOT NULL, batch INTEGER NOT NULL,
             decision TEXT NOT NULL,
             PRIMARY KEY (pipeline, sink, incarnation, batch))""",
-        """CREATE TABLE _delivered_begun (
+        """CREATE TABLE {started} (
             pipeline TEXT NOT NULL, sink TEXT NOT NULL, incarnation TEXT NOT NULL, batch INTEGER NOT NULL,
             offsets TEXT NOT NULL,
             PRIMARY KEY (pipeline, sink, incarnation))""",
         "CREATE TABLE _delivered_table (name TEXT PRIMARY KEY, arrow_schema BLOB NOT NULL)",
     ),
     (
-        """CREATE TABLE _delivered_memory (
+        """CREATE TABLE {memory} (
             pipeline TEXT NOT NULL, sink TEXT NOT NULL, incarnation TEXT NOT NULL, number INTEGER NOT NULL UNIQUE,
             batch INTEGER NOT NULL, newest_us INTEGER NOT NULL, former_us INTEGER NOT NULL, made_ms INTEGER NOT NULL,
             PRIMARY KEY (pipeline, sink, incarnation))""",
-        """CREATE TABLE _delivered_noted (
+        """CREATE TABLE {admitted} (
             number INTEGER NOT NULL, epoch INTEGER NOT NULL, batch INTEGER NOT NULL, hash BLOB NOT NULL,
             at_us INTEGER NOT NULL, until_us INTEGER NOT NULL,
             PRIMARY KEY (number, epoch, batch, hash, at_us)) WITHOUT ROWID""",
-        """CREATE TABLE _delivered_seen (
+        """CREATE TABLE {seen} (
             number INTEGER NOT NULL, hash BLOB NOT NULL, until_us INTEGER NOT NULL, batch INTEGER NOT NULL,
             PRIMARY KEY (number, hash, until_us)) WITHOUT ROWID""",
-        "CREATE INDEX _delivered_seen_of_time ON _delivered_seen (number, until_us)",
+        "CREATE INDEX {seen}_of_time ON {seen} (number, until_us)",
     ),
     (
-        """CREATE TABLE _delivered_archive (
+        """CREATE TABLE {archive} (
             pipeline TEXT NOT NULL, sink TEXT NOT NULL, incarnation TEXT NOT NULL, entry BLOB NOT NULL,
             PRIMARY KEY (pipeline, sink, incarnation)) WITHOUT ROWID""",
     ),
     (
-        """CREATE TABLE _delivered_left_out (
+        """CREATE TABLE {skipped} (
             pipeline TEXT NOT NULL, sink TEXT NOT NULL, incarnation TEXT NOT NULL, batch INTEGER NOT NULL,
             kind TEXT NOT NULL, total INTEGER NOT NULL)""",
-        "CREATE INDEX _delivered_left_out_of ON _delivered_left_out (pipeline, sink, incarnation, batch)",
-        """CREATE TABLE _delivered_dead_letter (
+        "CREATE INDEX {skipped}_of ON {skipped} (pipeline, sink, incarnation, batch)",
+        """CREATE TABLE {dead_letter} (
             pipeline TEXT NOT NULL, sink TEXT NOT NULL, incarnation TEXT NOT NULL, batch INTEGER NOT NULL,
             shard INTEGER NOT NULL, reason TEXT NOT NULL, record TEXT NOT NULL)""",
     ),
     (
-        """CREATE TABLE _delivered_seal (
+        """CREATE TABLE {seal} (
             pipeline TEXT NOT NULL, sink TEXT NOT NULL, number INTEGER NOT NULL, seal TEXT NOT NULL,
             PRIMARY KEY (pipeline, sink, number)) WITHOUT ROWID""",
     ),
@@ -293,7 +293,7 @@ def migrate(connection: sqlite3.Connection, path: str) -> None:
         # Check again: another process may have been faster.
         for version in range(ledger_version(connection), len(MIGRATIONS)):
             for statement in MIGRATIONS[version]:
-                connection.execute(statement)
+                connection.execute(DIALECT(statement))
             connection.execute(
                 "INSERT INTO _delivered_migration VALUES (?, ?)", (version + 1, time.time_ns() // 1_000_000)
             )

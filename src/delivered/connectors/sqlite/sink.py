@@ -24,7 +24,7 @@ from delivered.connectors.sqlite.client import (
 from delivered.connectors.sqlite.target import TYPES
 from delivered.contract.source import Finding
 from delivered.kits.sink import Parts
-from delivered.kits.sql.merge import checked, no_unique_index
+from delivered.kits.sql.merge import describe_checks, no_unique_index
 from delivered.kits.sql.merge import findings as table_findings
 from delivered.kits.sql.sink import HISTORY, DatabaseSink
 from delivered.model.capability import Commit, Guarantee, SinkCapability
@@ -132,7 +132,7 @@ class SqliteSink(DatabaseSink):
         problems = SqliteDatabase(self.options.path).ask(
             lambda connection: target.read_definition(connection, self.options)
         )
-        return checked(self.options, problems)
+        return describe_checks(self.options, problems)
 
     def target_check(self) -> Callable[[pa.Schema], None] | None:
         if not Path(self.options.path).exists():

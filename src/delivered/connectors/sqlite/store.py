@@ -13,11 +13,11 @@ from typing import TypeVar
 from delivered.connectors.sqlite import SqliteOptions, target, writer
 from delivered.connectors.sqlite.client import DIALECT, SqliteDatabase, ledger_version
 from delivered.connectors.sqlite.writer import Merging, StagedRows, read_staged, staged_schema
-from delivered.contract.sink import LeftOutRow
+from delivered.contract.sink import SkippedRow
 from delivered.kits.sql.database import Definition, quoted
 from delivered.kits.sql.ledger import SqlLedger, SwappingLedger
-from delivered.kits.sql.merge import SKIPPED_VERSION, check_count, check_emptied, counted, kept
-from delivered.kits.sql.transactions import decided
+from delivered.kits.sql.merge import SKIPPED_VERSION, check_count, check_emptied, count_skipped, read_dead_letters
+from delivered.kits.sql.transactions import find_decided
 from delivered.kits.table.shard import StagedFilesCommitter, unlink_others
 from delivered.ledger import Store, Swap
 from delivered.model.errors import InvariantBroken
@@ -131,7 +131,7 @@ class SqliteCommitter(StagedFilesCommitter):
         return self.abort(prepared)
 
     def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - with the decision
-        return self._ask(1, lambda c: any(p.shard == work.shard for p in decided(c, DIALECT, work)), default=False)
+        return self._ask(1, lambda c: any(p.shard == work.shard for p in find_decided(c, DIALECT, work)), default=False)
 
     def _remove(self, prepared: Prepared) -> None:
         writer.remove(self._options, self._scope, StagedRows.of(prepared))
@@ -144,13 +144,13 @@ class SqliteCommitter(StagedFilesCommitter):
         known = self._ask(0, lambda c: target.identity(c, self._options.table), default=None)
         return None if known is None else Target(f"table {self._options.table}", known)
 
-    def left_out(self) -> dict[str, int]:
+    def skipped(self) -> dict[str, int]:
         """See `delivered.contract.sink.Committer`."""
-        return self._ask(SKIPPED_VERSION, lambda c: counted(c, DIALECT, self._scope), default={})
+        return self._ask(SKIPPED_VERSION, lambda c: count_skipped(c, DIALECT, self._scope), default={})
 
-    def dead_letters(self) -> list[LeftOutRow]:
+    def dead_letters(self) -> list[SkippedRow]:
         """See `delivered.contract.sink.Committer`."""
-        return self._ask(SKIPPED_VERSION, lambda c: kept(c, DIALECT, self._scope), default=[])
+        return self._ask(SKIPPED_VERSION, lambda c: read_dead_letters(c, DIALECT, self._scope), default=[])
 
     def _ask(self, version: int, question: Callable[[sqlite3.Connection], T], *, default: T) -> T:
         """Ask the database; `default`: it does not exist, or its ledger's tables are older than this version."""

@@ -29,22 +29,21 @@ import pyarrow.compute as pc
 
 from delivered.connectors.sqlite import SqliteOptions
 from delivered.connectors.sqlite.client import refuses_a_row, row_refused
-from delivered.kits.sql.database import Definition, events, quoted
-from delivered.kits.sql.merge import Merge, stored
+from delivered.kits.sql.database import Definition, find_events, quoted
+from delivered.kits.sql.merge import Merge, stored_columns
 from delivered.kits.sql.table import (
     Types,
-    absent,
     check_known,
     column_computed,
     column_missing,
-    extended,
-    marked,
-    missing,
-    new_mark,
+    extend,
+    find_absent,
+    id_in_comment,
+    missing_error,
+    new_comment,
     untyped,
 )
-from delivered.model.catalogue import did_you_mean
-from delivered.model.errors import UsageError
+from delivered.model.errors import UsageError, did_you_mean
 from delivered.model.ranges import RANGES
 
 _AFFINITIES = {
@@ -172,7 +171,7 @@ def check_kind(connection: sqlite3.Connection, options: SqliteOptions) -> None:
 def read_definition(connection: sqlite3.Connection, options: SqliteOptions) -> Definition:
     """Raises sqlite3.Error."""
     write, table = options.write, options.table
-    runs = events(write)
+    runs = find_events(write)
     triggers = []
     rows = connection.execute(
         "SELECT type, name, sql FROM sqlite_master WHERE tbl_name = ? COLLATE NOCASE AND sql IS NOT NULL", (table,)
@@ -233,7 +232,7 @@ def ready(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Sch
     Raises:
         UsageError: the table is missing, a column is missing or of another type, or the rows' schema has changed.
     """
-    schema = stored(options.write, TYPES.plain_schema(schema))
+    schema = stored_columns(options.write, TYPES.plain_schema(schema))
     check_kind(connection, options)
     columns = table_columns(connection, options.table)
     if not columns:
@@ -242,7 +241,7 @@ def ready(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Sch
         body = ", ".join(f"{quoted(f.name)} {TYPES.declared(f.type)}" for f in schema)
         if options.write.upserts:
             body += f", PRIMARY KEY ({', '.join(map(quoted, options.write.keys))})"
-        connection.execute(f"CREATE TABLE {quoted(options.table)} /* {new_mark()} */ ({body})")
+        connection.execute(f"CREATE TABLE {quoted(options.table)} /* {new_comment()} */ ({body})")
     else:
         compare(options, schema, columns)
     known = stored_schema(connection, options.table)
@@ -265,12 +264,12 @@ def add_columns(connection: sqlite3.Connection, options: SqliteOptions, schema: 
     Raises:
         UsageError: rows of this schema cannot be written to the table.
     """
-    schema = stored(options.write, TYPES.plain_schema(schema))
+    schema = stored_columns(options.write, TYPES.plain_schema(schema))
     columns = table_columns(connection, options.table)
-    missing = absent(options, pa.schema([f for f in schema if f.name.lower() not in columns]), columns)
+    missing = find_absent(options, pa.schema([f for f in schema if f.name.lower() not in columns]), columns)
     compare(options, pa.schema([f for f in schema if f not in missing]), columns)
     known = stored_schema(connection, options.table)
-    now = None if known is None else extended(options, known, TYPES.canonical_schema(schema), _RECOVERY_ACTION)
+    now = None if known is None else extend(options, known, TYPES.canonical_schema(schema), _RECOVERY_ACTION)
     for field in missing:
         kind = TYPES.declared(field.type)
         connection.execute(f"ALTER TABLE {quoted(options.table)} ADD COLUMN {quoted(field.name)} {kind}")
@@ -288,13 +287,13 @@ def table_check(connection: sqlite3.Connection, options: SqliteOptions) -> Calla
 def _check_table(
     options: SqliteOptions, columns: dict[str, str | None], known: pa.Schema | None, schema: pa.Schema
 ) -> None:
-    schema = stored(options.write, TYPES.plain_schema(schema))
+    schema = stored_columns(options.write, TYPES.plain_schema(schema))
     skipped = [f for f in schema if untyped(f) and columns.get(f.name.lower()) is not None]
     if options.merge_schema:
-        skipped += absent(options, pa.schema([f for f in schema if f.name.lower() not in columns]), columns)
+        skipped += find_absent(options, pa.schema([f for f in schema if f.name.lower() not in columns]), columns)
     compare(options, pa.schema([f for f in schema if f not in skipped]), columns)
     if known is not None and not any(map(untyped, schema)):
-        check = extended if options.merge_schema else check_known
+        check = extend if options.merge_schema else check_known
         check(options, known, TYPES.canonical_schema(schema), _RECOVERY_ACTION)
 
 
@@ -333,7 +332,7 @@ def identity(connection: sqlite3.Connection, table: str) -> str | None:
     """The id that the table was created with, from the stored CREATE TABLE text; None: another client created it."""
     statement = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ? COLLATE NOCASE"
     row = connection.execute(statement, (table,)).fetchone()
-    return None if row is None else marked(row[0])
+    return None if row is None else id_in_comment(row[0])
 
 
 def stored_schema(connection: sqlite3.Connection, table: str) -> pa.Schema | None:
@@ -348,7 +347,7 @@ def stored_schema(connection: sqlite3.Connection, table: str) -> pa.Schema | Non
 def missing_table(options: SqliteOptions, known: Iterable[str] = ()) -> UsageError:
     """Args: known: tables that there are."""
     action = 'create the table, or remove .option("ifNotExists", "false")'
-    return missing(options.table, options.where, did_you_mean(options.table, known) + action)
+    return missing_error(options.table, options.where, did_you_mean(options.table, known) + action)
 
 
 def has_unique_index(connection: sqlite3.Connection, table: str, keys: Sequence[str]) -> bool:

@@ -36,7 +36,7 @@ from delivered.kits.sql.merge import (
     check_count,
     check_rows,
     key_in_two_shards,
-    stored,
+    stored_columns,
 )
 from delivered.kits.sql.sink import bytes_of, long_values
 from delivered.kits.sql.table import check_nulls
@@ -217,7 +217,7 @@ class Merging:
         self._mode = options.write
         self._options = options
         self._found = target.read_definition(connection, options)
-        columns = tuple(stored(options.write, schema).names)
+        columns = tuple(stored_columns(options.write, schema).names)
         self._merge = target.SqliteMerge(options.write, quoted(options.table), columns, self._found.clauses)
         self._shards: set[int] = set()
         body = "".join(f"{quoted(f.name)} {TYPES.declared(f.type)}, " for f in schema)
@@ -314,7 +314,7 @@ class StagingWriter(Writer):
         finally:
             connection.close()
         if columns:
-            target.compare(self._options, stored(self._options.write, self._schema), columns)
+            target.compare(self._options, stored_columns(self._options.write, self._schema), columns)
         elif not self._options.create:
             raise target.missing_table(self._options)
         return filled
@@ -414,7 +414,7 @@ def refused_rows(options: SqliteOptions, batch: pa.RecordBatch) -> pa.Array | No
         DeliveredError: the database cannot be read.
     """
     batch = fitted(batch, TYPES.plain_schema(batch.schema))
-    names = stored(options.write, batch.schema).names
+    names = stored_columns(options.write, batch.schema).names
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
         reasons = _too_long(batch, names, copy.getlimit(sqlite3.SQLITE_LIMIT_LENGTH))
         if not Path(options.path).exists():

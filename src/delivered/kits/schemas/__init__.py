@@ -18,11 +18,11 @@ from delivered.model.options import (
     OptionType,
     Unfit,
     choice,
+    integer,
     is_loopback,
     resolve_secret,
     several,
     split_url,
-    whole,
 )
 
 PREFIX = "schema.registry."
@@ -141,7 +141,7 @@ def _options(column: str) -> tuple[Option, ...]:
         Option(
             version_option(column),
             f"Version of the {column}'s subject that is read or written. Default: the newest when the query starts.",
-            type=whole(1),
+            type=integer(1),
             example="2",
         ),
         Option(

@@ -19,7 +19,7 @@ from delivered.contract.sink import Changes
 from delivered.contract.source import Offsets
 from delivered.kits.sql.database import C, Dialect, Server, quoted, scope_values
 from delivered.kits.sql.table import SLICES_MAX, RowSum, difference, spread
-from delivered.kits.sql.transactions import PreparedRows, decided
+from delivered.kits.sql.transactions import PreparedRows, find_decided
 from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.identity import Scope, Work, batches_text
 
@@ -40,9 +40,6 @@ SHOWN_MAX = 3
 COUNTS = 50
 """Ranges of batches whose rows are counted."""
 
-STARTED = "begun"
-"""The ledger's table of batches that started."""
-
 _SCOPE = "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation"
 
 
@@ -51,7 +48,7 @@ def has_batches(position: Offsets | None) -> TypeGuard[Offsets]:
     return position is not None and "batches" in position
 
 
-def _lasts(position: Offsets) -> dict[int, int]:
+def _last_batches(position: Offsets) -> dict[int, int]:
     """Writer -> its last batch."""
     return {int(writer): int(last) for writer, last in position["batches"].items()}
 
@@ -76,7 +73,7 @@ class NumberedTable(Generic[C]):
 
     Attributes:
         table: quoted for SQL.
-        target: the table, for the ledger; also once it was renamed, where the server tells.
+        target: the table, for the ledger; also once it was renamed, where the server reports that.
         name: for messages.
         identity: distinguishes it from a recreated one; None: unknown.
         column: name.
@@ -144,8 +141,8 @@ class NumberedTable(Generic[C]):
 
     def ranges(self, connection: C, since: Offsets, until: Offsets | None) -> list[Range | None]:
         """What lies between two positions of this table, in ranges of numbers; None: rows without a number."""
-        ends = self._ends(connection) if until is None else _lasts(until)
-        starts, found = _lasts(since), list[Range | None]()
+        ends = self._ends(connection) if until is None else _last_batches(until)
+        starts, found = _last_batches(since), list[Range | None]()
         for writer, last in sorted(ends.items()):
             first, stop = writer * BATCHES + starts.get(writer, -1) + 1, writer * BATCHES + last + 1
             if first < stop:
@@ -160,7 +157,7 @@ class NumberedTable(Generic[C]):
 
     def before(self, position: Offsets) -> str:
         """SQL for rows that lie before a position."""
-        parts = [self._between(w * BATCHES, w * BATCHES + last + 1) for w, last in _lasts(position).items()]
+        parts = [self._between(w * BATCHES, w * BATCHES + last + 1) for w, last in _last_batches(position).items()]
         parts += [self._unnumbered] if position["unnumbered"] else []
         return f"({' OR '.join(parts) or '1 = 0'})"
 
@@ -211,14 +208,14 @@ class NumberedTable(Generic[C]):
         """All batches before a position, in at most `COUNTS` ranges for each writer."""
         return [
             (writer * BATCHES + first, writer * BATCHES + min(first + step, last + 1))
-            for writer, last in _lasts(position).items()
+            for writer, last in _last_batches(position).items()
             for step in (-(-(last + 1) // COUNTS),)
             for first in range(0, last + 1, step)
         ]
 
     def _sampled(self, connection: C, position: Offsets, rows: int | None) -> list[Range]:
         """The numbers whose rows are hashed: all, or those of a few batches, spread evenly."""
-        lasts = _lasts(position)
+        lasts = _last_batches(position)
         if rows is not None and rows <= HASHED_MAX:
             return [(w * BATCHES, w * BATCHES + last + 1) for w, last in lasts.items()]
         total, left, found = sum(last + 1 for last in lasts.values()), HASHED_MAX, list[Range]()
@@ -266,7 +263,7 @@ class NumberedTable(Generic[C]):
         (newest,) = connection.execute(
             self._sql(f"SELECT max(batch) FROM {{decision}} WHERE {_SCOPE}"), scope_values(scope)
         ).fetchone()
-        question = self._sql.value(f"SELECT max(batch) FROM {self._sql.tables[STARTED]} WHERE {_SCOPE}")
+        question = self._sql.value(f"SELECT max(batch) FROM {self._sql.tables['started']} WHERE {_SCOPE}")
         (started,) = connection.execute(question, scope_values(scope)).fetchone()
         if newest is None and started is None:
             return last
@@ -281,7 +278,7 @@ class NumberedTable(Generic[C]):
 
     def _shows(self, connection: C, scope: Scope, batch: int) -> bool:
         """Whether all prepared transactions of a decided batch have ended: by their markers."""
-        gids = {PreparedRows.of(p).gid for p in decided(connection, self._sql, Work(scope, batch, 0))} - {""}
+        gids = {PreparedRows.of(p).gid for p in find_decided(connection, self._sql, Work(scope, batch, 0))} - {""}
         if not gids:
             return True
         values = {**scope_values(scope), "batch": batch}

@@ -22,6 +22,7 @@ from delivered.model.capability import WriteMode
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.patience import TELL_AFTER_S, TELL_EVERY_S, patience_s, query_patience_s, wait_out
+from delivered.model.work import STARTED
 
 if TYPE_CHECKING:
     from delivered.model.identity import Scope
@@ -29,20 +30,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 CLAIM_WAIT_S = 1
 """How long a claim waits for a decision in flight before it terminates the session."""
-LEDGER_TABLES = (
-    "owner",
-    "decision",
-    "begun",
-    "marker",
-    "memory",
-    "noted",
-    "seen",
-    "archive",
-    "left_out",
-    "dead_letter",
-    "seal",
-    "writer",
-)
+_PLAIN = ("owner", "decision", "marker", "memory", "seen", "archive", "dead_letter", "seal", "writer")
+LEDGER_TABLES = {name: name for name in _PLAIN} | {"started": STARTED, "admitted": "noted", "skipped": "left_out"}
+"""The ledger's tables: name in our statements -> name in databases, which is durable."""
+STARTED_AT = "begun_at"
+"""Durable, too: the column of `started` that holds the time, where a database has one."""
+
+
+def create_statement(text: str, schema: str) -> str:
+    """A statement of a migration, for this schema, which is quoted."""
+    return text.format(s=schema, started_at=STARTED_AT, **LEDGER_TABLES)
 
 
 class Connection(Protocol):
@@ -333,14 +330,14 @@ def give(server: Server[C], connection: C) -> None:
 class Dialect:
     """
     Attributes:
-        tables: the ledger's table names -> the database's, quoted for SQL.
+        tables: the keys of `LEDGER_TABLES` -> their names in the database, quoted for SQL.
         value: ":name" in the client's notation.
         written: table -> column that increases with each insert.
         snapshot: statements that begin a read-only transaction on a consistent snapshot.
         see_holders: how a user ends the session that holds a lock.
         sign: statement that locks the owner's row and writes the session's nonce to it; others can read it before the
             commit. Empty: the server shows which session holds it.
-        now: SQL of that column in a new row of `begun`, if the database does not number rows by itself.
+        now: SQL of that column in a new row of `started`, if the database does not number rows by itself.
         hold: suffix of a SELECT that locks the row until the transaction ends.
         pack, unpack: convert a list of names to and from the client's form.
         hash: bytes as an SQL literal.
@@ -429,20 +426,20 @@ class Definition:
         if self.rules:
             parts.append(f"rules: {', '.join(self.rules)}")
         if self.loose:
-            parts.append(f"keys: {listed(self.loose)}")
+            parts.append(f"keys: {list_keys(self.loose)}")
         if self.row_security:
             parts.append("row-level security applies to this user")
         return "; ".join(parts) or "no triggers, no rules"
 
 
-def events(mode: WriteMode) -> tuple[str, ...]:
+def find_events(mode: WriteMode) -> tuple[str, ...]:
     """Of the statements that a mode runs on the table."""
     updates = mode.upserts and not mode.insert
     deletes = mode.delete is not None or mode.complete
     return ("INSERT", *(("UPDATE",) * updates), *(("DELETE",) * deletes))
 
 
-def listed(loose: dict[str, str]) -> str:
+def list_keys(loose: dict[str, str]) -> str:
     """Key columns and why different keys are equal in them, for messages."""
     return ", ".join(f"{column!r} ({why})" for column, why in loose.items())
 
@@ -496,7 +493,7 @@ _watcher: tuple[int, threading.Thread] | None = None
 
 
 @contextmanager
-def watched(peer: Peer, session: int, cut: Callable[[], None]) -> Iterator[InFlight]:
+def watch(peer: Peer, session: int, cut: Callable[[], None]) -> Iterator[InFlight]:
     """Watch the body's wait. Used by any thread, around each statement: costs a microsecond or two."""
     call = InFlight(peer, session, cut, time.monotonic())
     with _lock:
@@ -532,13 +529,13 @@ def _watch() -> None:
                 _reported[label] = now
         for label, calls in due.items():
             try:
-                _look(label, calls)
+                _look_at(label, calls)
             except Exception as error:
                 # It answers, if only with a refusal; the statement has its own error, or goes on.
                 log.debug("%s: could not look: %s", label, error)
 
 
-def _look(label: str, calls: Sequence[InFlight]) -> None:
+def _look_at(label: str, calls: Sequence[InFlight]) -> None:
     asked = time.monotonic()
     try:
         waits = calls[0].peer.waits([c.session for c in calls])

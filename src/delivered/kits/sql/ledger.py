@@ -18,14 +18,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from delivered.contract.sink import KeyMemory
 from delivered.kits.sql.database import CLAIM_WAIT_S, C, Connection, Database, Dialect, scope_values
-from delivered.kits.sql.merge import fold
+from delivered.kits.sql.merge import fold_skipped
 from delivered.ledger import Change, Head, Swap, not_next, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
 from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import CONNECT_TIMEOUT_S, KEY_MEMORIES_KEPT, LEDGER_HISTORY_BATCHES
 from delivered.model.patience import left_s, query_patience_s
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Archived, Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Unknown
+from delivered.model.work import Archived, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Started, Unknown
 
 T = TypeVar("T")
 _SINK = "pipeline = :pipeline AND sink = :sink"
@@ -105,14 +105,14 @@ class Records:
         row = self.run(f"SELECT decision FROM {{decision}} WHERE {_SCOPE} ORDER BY batch DESC LIMIT 1").fetchone()
         return Decision.from_json(row[0]) if row else None
 
-    def started(self) -> Begun | None:
-        row = self.run(f"SELECT batch, offsets FROM {{begun}} WHERE {_SCOPE}").fetchone()
-        return Begun(row[0], row[1]) if row else None
+    def started(self) -> Started | None:
+        row = self.run(f"SELECT batch, offsets FROM {{started}} WHERE {_SCOPE}").fetchone()
+        return Started(row[0], row[1]) if row else None
 
     def holds(self, change: Change) -> bool:
         """Whether this change was written."""
         if change.decision is None:
-            return self.started() == change.begun
+            return self.started() == change.started
         decision = change.decision
         row = self.run(f"SELECT decision FROM {{decision}} WHERE {_SCOPE} AND batch = :batch", batch=decision.batch)
         return (row.fetchone() or (None,))[0] == decision.to_json()
@@ -129,14 +129,14 @@ class Records:
             f"SELECT decision FROM {{decision}} AS d WHERE {_SINK} AND batch = {newest} ORDER BY {order['decision']}"
         ).fetchall()
         started = self.run(
-            f"SELECT incarnation, batch, offsets FROM {{begun}} WHERE {_SINK} ORDER BY {order['begun']}"
+            f"SELECT incarnation, batch, offsets FROM {{started}} WHERE {_SINK} ORDER BY {order['started']}"
         ).fetchall()
         return state_of(
             self.scope,
             owner,
             epoch,
             [Decision.from_json(text) for (text,) in decided],
-            {i: Begun(batch, offsets) for i, batch, offsets in started},
+            {i: Started(batch, offsets) for i, batch, offsets in started},
             lambda _: self._archived(),
         )
 
@@ -150,7 +150,7 @@ class Records:
         other = "NOT (pipeline = :pipeline AND sink = :sink)"
         same = " UNION ".join(
             f"SELECT pipeline, sink FROM {{{table}}} WHERE incarnation = :incarnation AND {other}"
-            for table in ("decision", "begun")
+            for table in ("decision", "started")
         )
         holders = {tuple(row) for row in self.run(same).fetchall()}
         owners = {tuple(row) for row in self.run(f"SELECT pipeline, sink FROM {{owner}} WHERE {other}").fetchall()}
@@ -208,15 +208,15 @@ class Records:
         open_memory(self.sql, self.connection, self.scope, fresh=head.batch is None)
         return head.epoch + 1
 
-    def start(self, begun: Begun) -> None:
+    def start(self, started: Started) -> None:
         # No UPDATE: the column that identifies the newest row is set on insert.
-        self.delete("begun", _SCOPE)
-        column, value = (f", {self.sql.written['begun']}", f", {self.sql.now}") if self.sql.now else ("", "")
+        self.delete("started", _SCOPE)
+        column, value = (f", {self.sql.written['started']}", f", {self.sql.now}") if self.sql.now else ("", "")
         self.run(
-            f"INSERT INTO {{begun}} (pipeline, sink, incarnation, batch, offsets{column}) "
+            f"INSERT INTO {{started}} (pipeline, sink, incarnation, batch, offsets{column}) "
             f"VALUES (:pipeline, :sink, :incarnation, :batch, :offsets{value})",
-            batch=begun.batch,
-            offsets=begun.offsets,
+            batch=started.batch,
+            offsets=started.offsets,
         )
 
     def record(self, batch: int, decision: str, *, conditional: bool = False) -> None:
@@ -230,7 +230,7 @@ class Records:
             decision=decision,
         )
         if conditional:
-            fold(self.connection, self.sql, self.scope, batch)
+            fold_skipped(self.connection, self.sql, self.scope, batch)
         self.delete("decision", f"{_SCOPE} AND batch <= :horizon", horizon=batch - LEDGER_HISTORY_BATCHES)
         if self.sql.marks:
             self.delete("marker", f"{_SCOPE} AND batch < :batch", batch=batch)
@@ -242,7 +242,7 @@ class Records:
         """
         newest = f"SELECT incarnation AS i, max(batch) AS b FROM {{decision}} WHERE {_OTHER} GROUP BY incarnation"
         self.delete("decision", f"{_OTHER} AND (incarnation, batch) NOT IN (SELECT i, b FROM ({newest}) AS newest)")
-        self.delete("left_out", _OTHER)  # the counts of other incarnations are never read
+        self.delete("skipped", _OTHER)  # the counts of other incarnations are never read
         old = outdated(self.state())
         for incarnation, entry in zip(old.incarnations, old.entries, strict=True):
             # A decision's entry replaces that of a started batch, never the reverse.
@@ -253,7 +253,7 @@ class Records:
                 incarnation=incarnation,
                 entry=entry.encode(),
             )
-            for table in ("decision", "begun"):
+            for table in ("decision", "started"):
                 self.delete(table, _SCOPE, incarnation=incarnation)
         if self.sql.marks:
             decided = f"SELECT incarnation, batch FROM {{decision}} WHERE {_SINK}"
@@ -407,8 +407,8 @@ class SqlLedger(Generic[C]):
         self._database.discard(connection)
 
     def _put(self, connection: C, records: Records, change: Change, epoch: int) -> None:
-        if change.begun is not None:
-            records.start(change.begun)
+        if change.started is not None:
+            records.start(change.started)
         if (change.swap or change.move) and self._table is None:
             raise InvariantBroken("NO_TARGET.LEDGER", where=self.where)
         if change.swap is not None and self._table is not None:
@@ -418,7 +418,7 @@ class SqlLedger(Generic[C]):
         if change.decision is not None:
             if self._table is not None:
                 self._table.move(connection, self._scope, change.decision, change.move)
-            keep(self._sql, connection, change.decision, epoch)
+            activate_keys(self._sql, connection, change.decision, epoch)
             conditional = self._table is not None and self._table.conditional
             records.record(change.decision.batch, change.decision.to_json(), conditional=conditional)
 
@@ -506,11 +506,11 @@ class SwappingLedger(SqlLedger[C]):
 
 # The keys of a pipeline's dedup, in tables next to the ledger.
 #
-#     memory   one row per checkpoint of a pipeline and sink: its last batch, and the newest time before that
-#     noted    keys that tasks admitted; not active yet, and valid only under the claim they were noted under
-#     seen     keys of decided batches
+#     memory    one row per checkpoint of a pipeline and sink: its last batch, and the newest time before that
+#     admitted  keys that tasks admitted; not active yet, and valid only under the claim they were admitted under
+#     seen      keys of decided batches
 #
-# A decision's transaction moves the batch's keys from `noted` to `seen`, and deletes keys that expired by the newest
+# A decision's transaction moves the batch's keys from `admitted` to `seen`, and deletes keys that expired by the newest
 # time of the batches *before* it. So a batch rerun after its decision (a prepared transaction was lost) gets the same
 # answers. Values are inlined in the SQL, because clients limit parameters; all are generated numbers and hexadecimal
 # digits.
@@ -519,21 +519,21 @@ CHUNK = 2_000
 """Keys per statement."""
 
 
-def number_of(scope: Scope) -> int:
+def memory_number(scope: Scope) -> int:
     """Short id of a checkpoint, stored in each of its rows."""
     text = f"{scope.pipeline}\0{scope.sink}\0{scope.incarnation}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def open_memory(sql: Dialect, connection: Connection, scope: Scope, *, fresh: bool) -> None:
-    """In a claim's transaction: void the notes of earlier claims, and delete the memories of old checkpoints.
+    """In a claim's transaction: void what earlier claims admitted, and delete the memories of old checkpoints.
 
     Args:
         fresh: this checkpoint has no decided batch, so no memory can be missing.
     """
     key = scope_values(scope)
-    number = number_of(scope)
-    sql.forget(connection, "noted", "PRIMARY", f"number = {number}")
+    number = memory_number(scope)
+    sql.forget(connection, "admitted", "PRIMARY", f"number = {number}")
     if fresh:
         # Hosts' clocks differ: never before an earlier memory. The owner's row is locked.
         (newest,) = connection.execute(sql(f"SELECT max(made_ms) FROM {{memory}} WHERE {_SINK}"), key).fetchone()
@@ -550,7 +550,7 @@ def open_memory(sql: Dialect, connection: Connection, scope: Scope, *, fresh: bo
         sql(f"SELECT number FROM {{memory}} WHERE {_SINK} AND incarnation <> :incarnation ORDER BY made_ms DESC"), key
     ).fetchall()
     for (old,) in others[KEY_MEMORIES_KEPT:]:
-        for table in ("noted", "seen"):
+        for table in ("admitted", "seen"):
             sql.forget(connection, table, "PRIMARY", f"number = {int(old)}")
         sql.forget(connection, "memory", "of_number", f"number = {int(old)}")
 
@@ -559,18 +559,18 @@ _NEVER = -(1 << 62)
 """Before every time."""
 
 
-def keep(sql: Dialect, connection: Connection, decision: Decision, epoch: int) -> None:
+def activate_keys(sql: Dialect, connection: Connection, decision: Decision, epoch: int) -> None:
     """In a decision's transaction, before its COMMIT: activate the keys of its batch.
 
     Does nothing without a dedup, or for a later revision of a batch, whose keys are active already.
     """
-    number = number_of(decision.scope)
+    number = memory_number(decision.scope)
     row = connection.execute(sql(f"SELECT batch, newest_us FROM {{memory}} WHERE number = {number}"), {}).fetchone()
     if row is None or int(row[0]) >= decision.batch:
         return
     claim = f"number = {number} AND epoch = {epoch}"
     own = f"{claim} AND batch = {decision.batch}"
-    count, last = connection.execute(sql(f"SELECT count(*), max(at_us) FROM {{noted}} WHERE {own}"), {}).fetchone()
+    count, last = connection.execute(sql(f"SELECT count(*), max(at_us) FROM {{admitted}} WHERE {own}"), {}).fetchone()
     newest = former = int(row[1])
     if not count and former == _NEVER:
         return
@@ -580,7 +580,7 @@ def keep(sql: Dialect, connection: Connection, decision: Decision, epoch: int) -
         connection.execute(
             sql(
                 "INSERT INTO {seen} (number, hash, until_us, batch) "
-                f"SELECT number, hash, until_us, batch FROM {{noted}} WHERE {own} "
+                f"SELECT number, hash, until_us, batch FROM {{admitted}} WHERE {own} "
                 + sql.known("number, hash, until_us", "batch")
             ),
             {},
@@ -588,7 +588,7 @@ def keep(sql: Dialect, connection: Connection, decision: Decision, epoch: int) -
         # A single time in the future must not expire all other keys. The driver's clock only bounds it: set back, it
         # keeps keys for longer.
         newest = max(former, min(int(last), decision.decided_at_ms * 1_000))
-    sql.forget(connection, "noted", "PRIMARY", f"{claim} AND batch <= {decision.batch}")
+    sql.forget(connection, "admitted", "PRIMARY", f"{claim} AND batch <= {decision.batch}")
     connection.execute(
         sql(
             f"UPDATE {{memory}} SET batch = {decision.batch}, former_us = {former}, newest_us = {newest} "
@@ -606,7 +606,7 @@ class KeyTable(KeyMemory, Generic[C]):
         self._database = database
         self._sql = database.dialect
         self._scope = scope
-        self._number = number_of(scope)
+        self._number = memory_number(scope)
         self._epoch: int | None = None
 
     def known(self, batch: int, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
@@ -617,7 +617,7 @@ class KeyTable(KeyMemory, Generic[C]):
         found: dict[bytes, list[int]] = {}
         with self._database.borrow(writes=False) as connection:
             newest = self._opened(connection, batch)
-            for part in _parts(list(keys)):
+            for part in _chunks(list(keys)):
                 hashes = ", ".join(self._sql.hash(k) for k in part)
                 rows = connection.execute(
                     self._sql(
@@ -632,12 +632,12 @@ class KeyTable(KeyMemory, Generic[C]):
 
     def note(self, batch: int, keys: Sequence[bytes], times: Sequence[int], untils: Sequence[int]) -> None:
         """One transaction per statement: a hanging task holds no lock that a claim or decision needs."""
-        for part in _parts(list(zip(keys, times, untils, strict=True))):
+        for part in _chunks(list(zip(keys, times, untils, strict=True))):
             rows = ", ".join(
                 f"({self._number}, {self._epoch}, {batch}, {self._sql.hash(k)}, {int(t)}, {int(u)})" for k, t, u in part
             )
             statement = self._sql(
-                f"INSERT INTO {{noted}} (number, epoch, batch, hash, at_us, until_us) VALUES {rows} "
+                f"INSERT INTO {{admitted}} (number, epoch, batch, hash, at_us, until_us) VALUES {rows} "
                 + self._sql.known("number, epoch, batch, hash, at_us", None)
             )
             self._database.waiting(partial(self._insert, statement), kept=True)
@@ -666,6 +666,6 @@ class KeyTable(KeyMemory, Generic[C]):
         return former if at >= batch else newest
 
 
-def _parts(items: list[Any]) -> Iterator[list[Any]]:
+def _chunks(items: list[Any]) -> Iterator[list[Any]]:
     for at in range(0, len(items), CHUNK):
         yield items[at : at + CHUNK]

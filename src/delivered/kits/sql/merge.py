@@ -24,19 +24,19 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import pyarrow as pa
 
-from delivered.contract.sink import LeftOutRow
+from delivered.contract.sink import SkippedRow
 from delivered.contract.source import Finding
-from delivered.kits.sql.database import C, Connection, Database, Definition, Dialect, listed, quoted, scope_values
+from delivered.kits.sql.database import C, Connection, Database, Definition, Dialect, list_keys, quoted, scope_values
 from delivered.kits.sql.table import (
     Column,
     ServerOptions,
     ServerTypes,
     TableOptions,
     Types,
-    absent,
     check_known,
     compare,
-    extended,
+    extend,
+    find_absent,
     numbered_schema,
     untyped,
 )
@@ -55,7 +55,7 @@ ROUND = "__delivered_round"
 """The row's ordinal within its key and shard; the rows of a key are applied in this order."""
 
 
-def stored(mode: WriteMode, schema: pa.Schema) -> pa.Schema:
+def stored_columns(mode: WriteMode, schema: pa.Schema) -> pa.Schema:
     """The columns that are stored in the table."""
     return pa.schema([f for f in schema if f.name not in (mode.delete, mode.expected)])
 
@@ -74,12 +74,12 @@ def check_fits(
         change: see `compare`.
         known: what was written before, and the next step if the rows differ from it; None: nothing was.
     """
-    kept = stored(options.write, types.plain_schema(schema))
+    kept = stored_columns(options.write, types.plain_schema(schema))
     written = numbered_schema(options, kept)
-    fresh = absent(options, written, columns) if options.merge_schema else []
+    fresh = find_absent(options, written, columns) if options.merge_schema else []
     compare(options, types, pa.schema([f for f in written if f not in fresh]), columns, change)
     if known is not None and not any(map(untyped, kept)):
-        check = extended if options.merge_schema else check_known
+        check = extend if options.merge_schema else check_known
         check(options, known[0], types.canonical_schema(kept), known[1])
 
 
@@ -392,7 +392,7 @@ class Conditional(Generic[C]):
     shard: str
     options: TableOptions
     found: Definition
-    left_out: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> None:
         """
@@ -410,7 +410,7 @@ class Conditional(Generic[C]):
             self._write(f"s.{quoted(ROUND)} = {number}", low, high)
         if mode.upserts:
             check_keys_stored(self.connection, self.options, self.merge, self.staged, self.found)
-        record_skipped(self.connection, self.database.dialect, self.work, self.left_out)
+        record_skipped(self.connection, self.database.dialect, self.work, self.skipped)
 
     def _round_after(self, number: int) -> tuple[int, int, int] | None:
         """The next round with rows, and the bounds of their `ORDER`."""
@@ -434,7 +434,7 @@ class Conditional(Generic[C]):
             version = f"t.{quoted(mode.version)}" if mode.version is not None else "NULL"
             present = f"t.{quoted(mode.keys[0])} IS NOT NULL"
             removed = self._keep(conflicts, (present, version), self._conflict)
-        self.left_out[CONFLICT] += removed
+        self.skipped[CONFLICT] += removed
         return removed
 
     def _write(self, only: str, low: int, high: int) -> None:
@@ -471,7 +471,7 @@ class Conditional(Generic[C]):
             raise error
         reason = " ".join(str(error.args[-1] if error.args else error).split())
         row = f"FROM {self.staged} AS s WHERE {own}"
-        self.left_out[CONSTRAINT] += self._keep(row, ("NULL", "NULL"), lambda *_: reason)
+        self.skipped[CONSTRAINT] += self._keep(row, ("NULL", "NULL"), lambda *_: reason)
 
     def _conflict(self, record: Mapping[str, Any], exists: Any, version: Any) -> str:
         """
@@ -559,40 +559,40 @@ class _Dropped(Exception):
     """A statement stored fewer rows than it was given."""
 
 
-def record_skipped(connection: Connection, dialect: Dialect, work: Work, left_out: Mapping[str, int]) -> None:
+def record_skipped(connection: Connection, dialect: Dialect, work: Work, skipped: Mapping[str, int]) -> None:
     """Record a batch's skipped rows, in the transaction of its rows."""
-    for kind, rows in left_out.items():
+    for kind, rows in skipped.items():
         if rows:
             log.info("batch %d: %d rows were not written to sink %s: %s", work.batch, rows, work.scope.sink, kind)
             _insert(connection, dialect, work.scope, work.batch, kind, rows)
 
 
-def fold(connection: Connection, dialect: Dialect, scope: Scope, batch: int) -> None:
+def fold_skipped(connection: Connection, dialect: Dialect, scope: Scope, batch: int) -> None:
     """Sum up the counts of earlier batches, all of which are visible. Inside an open transaction."""
     values = {**scope_values(scope), "batch": batch}
     where = f"{_SCOPE} AND batch < :batch"
-    rows = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {where}"), values).fetchall()
+    rows = connection.execute(dialect(f"SELECT kind, total FROM {{skipped}} WHERE {where}"), values).fetchall()
     if len(rows) < _FOLD_ROWS:
         return
-    dialect.delete(connection, "left_out", where, values)
-    for kind, total in _summed(rows).items():
+    dialect.delete(connection, "skipped", where, values)
+    for kind, total in _sum_by_kind(rows).items():
         _insert(connection, dialect, scope, _FOLDED, kind, total)
 
 
-def counted(connection: Connection, dialect: Dialect, scope: Scope) -> dict[str, int]:
+def count_skipped(connection: Connection, dialect: Dialect, scope: Scope) -> dict[str, int]:
     """Skipped rows of this incarnation, by kind."""
-    rows = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {_SCOPE}"), scope_values(scope))
-    return dict(_summed(rows.fetchall()))
+    rows = connection.execute(dialect(f"SELECT kind, total FROM {{skipped}} WHERE {_SCOPE}"), scope_values(scope))
+    return dict(_sum_by_kind(rows.fetchall()))
 
 
-def kept(connection: Connection, dialect: Dialect, scope: Scope) -> list[LeftOutRow]:
+def read_dead_letters(connection: Connection, dialect: Dialect, scope: Scope) -> list[SkippedRow]:
     """Dead letters of this incarnation."""
     columns = "SELECT batch, shard, reason, record FROM {dead_letter} WHERE "
     rows = connection.execute(dialect(f"{columns}{_SCOPE} ORDER BY batch, shard"), scope_values(scope)).fetchall()
-    return [LeftOutRow(int(batch), int(shard), reason, record) for batch, shard, reason, record in rows]
+    return [SkippedRow(int(batch), int(shard), reason, record) for batch, shard, reason, record in rows]
 
 
-def _summed(rows: Sequence[tuple[str, int]]) -> Counter[str]:
+def _sum_by_kind(rows: Sequence[tuple[str, int]]) -> Counter[str]:
     counts = Counter[str]()
     for kind, total in rows:
         counts[kind] += int(total)
@@ -602,7 +602,7 @@ def _summed(rows: Sequence[tuple[str, int]]) -> Counter[str]:
 def _insert(connection: Connection, dialect: Dialect, scope: Scope, batch: int, kind: str, total: int) -> None:
     connection.execute(
         dialect(
-            "INSERT INTO {left_out} (pipeline, sink, incarnation, batch, kind, total) "
+            "INSERT INTO {skipped} (pipeline, sink, incarnation, batch, kind, total) "
             "VALUES (:pipeline, :sink, :incarnation, :batch, :kind, :total)"
         ),
         {**scope_values(scope), "batch": batch, "kind": kind, "total": total},
@@ -627,12 +627,12 @@ def check_count(options: TableOptions, sent: int, stored: int, definition: Defin
         UsageError: the database stored another number of rows than were sent.
     """
     if stored != sent:
-        raise not_stored(
+        raise not_stored_error(
             options, f"{sent} rows{f' of {shard}' * bool(shard)} were sent, but it stored {stored}", definition
         )
 
 
-def not_stored(options: TableOptions, what: str, definition: Definition) -> UsageError:
+def not_stored_error(options: TableOptions, what: str, definition: Definition) -> UsageError:
     return UsageError(
         "ROWS_NOT_STORED", table=options.table_text, where=options.where, what=what, suspects=definition.suspects
     )
@@ -674,7 +674,9 @@ def check_keys_stored(
         return
     if found.loose and connection.execute(merge.other_key(staged, found.loose_keys)).fetchone() is not None:
         raise _equal_keys(options, merge.mode, row, found)
-    raise not_stored(options, f"it has no row of the key {_shown(merge.mode, row)} after it was written", found)
+    raise not_stored_error(
+        options, f"it has no row of the key {_format_key(merge.mode, row)} after it was written", found
+    )
 
 
 def check_before_delete(
@@ -698,8 +700,8 @@ def check_deleted(connection: Connection, options: TableOptions, merge: Merge, s
     if found.deceives:
         row = connection.execute(merge.undeleted_key(staged)).fetchone()
         if row is not None:
-            raise not_stored(
-                options, f"it still has the row of the key {_shown(merge.mode, row)} after a delete", found
+            raise not_stored_error(
+                options, f"it still has the row of the key {_format_key(merge.mode, row)} after a delete", found
             )
 
 
@@ -712,7 +714,7 @@ def check_emptied(connection: Connection, options: TableOptions, table: str, fou
         UsageError: rows of the table were not deleted.
     """
     if found.deceives and connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone() is not None:
-        raise not_stored(options, "it still has rows after a delete of all", found)
+        raise not_stored_error(options, "it still has rows after a delete of all", found)
 
 
 _NO_COPY = " COPY, which loads the rows here, does not support it."
@@ -730,7 +732,7 @@ def findings(options: TableOptions, found: Definition, *, loads: bool = False) -
     if found.loose:
         first = next(iter(found.loose))
         yield Finding.build(
-            "KEY_COLLATION.START", refuses=False, table=table, columns=listed(found.loose), column=first
+            "KEY_COLLATION.START", refuses=False, table=table, columns=list_keys(found.loose), column=first
         )
     if found.row_security:
         yield Finding.build(
@@ -745,7 +747,7 @@ def findings(options: TableOptions, found: Definition, *, loads: bool = False) -
         yield Finding.build("CONFLICT_CLAUSE", refuses=False, table=table)
 
 
-def checked(options: TableOptions, found: Definition) -> Sequence[str]:
+def describe_checks(options: TableOptions, found: Definition) -> Sequence[str]:
     """See `delivered.contract.sink.Sink.checked_target`."""
     if not found.exists:
         return ()
@@ -753,7 +755,7 @@ def checked(options: TableOptions, found: Definition) -> Sequence[str]:
         f"triggers {', '.join(found.triggers)}" if found.triggers else "no triggers",
         f"rules {', '.join(found.rules)}" if found.rules else "no rules",
         f"row security {'applies' if found.row_security else 'does not apply'}",
-        f"keys {listed(found.loose)}" if found.loose else "keys equal only if identical",
+        f"keys {list_keys(found.loose)}" if found.loose else "keys equal only if identical",
         f"widths {', '.join(found.widths)}" if found.widths else "no widths",
         f"filled by the server {', '.join(found.filled)}" if found.filled else "no generated or identity columns",
     )
@@ -763,12 +765,12 @@ def checked(options: TableOptions, found: Definition) -> Sequence[str]:
 def _equal_keys(options: TableOptions, mode: WriteMode, key: Sequence[Any], found: Definition) -> UsageError:
     return UsageError(
         "KEY_COLLATION.ROW",
-        key=_shown(mode, key),
+        key=_format_key(mode, key),
         table=options.table_text,
         where=options.where,
-        columns=listed(found.loose or {}),
+        columns=list_keys(found.loose or {}),
     )
 
 
-def _shown(mode: WriteMode, key: Sequence[Any]) -> str:
+def _format_key(mode: WriteMode, key: Sequence[Any]) -> str:
     return ", ".join(f"{k} = {str(v)[:60]!r}" for k, v in zip(mode.keys, key, strict=True))

@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 from delivered.contract.sink import KeyMemory, Writer
 from delivered.contract.source import Finding
 from delivered.kits.sink import StoreSink
-from delivered.kits.sql.database import Server
-from delivered.kits.sql.merge import check_columns, checked, stored, without_key
+from delivered.kits.sql.database import LEDGER_TABLES, Server
+from delivered.kits.sql.merge import check_columns, describe_checks, stored_columns, without_key
 from delivered.kits.sql.table import (
     Mechanism,
     ServerOptions,
@@ -109,7 +109,8 @@ class DatabaseSink(TableSink):
         elif write.version is not None:
             limits.append("of two rows with the same key and version, either may win")
         if write.conditional:
-            limits.append("rows not written are counted in the ledger's table left_out, dead letters in dead_letter")
+            counts = LEDGER_TABLES["skipped"]
+            limits.append(f"rows not written are counted in the ledger's table {counts}, dead letters in dead_letter")
         elif write.version is not None and write.delete is not None:
             limits.append("a delete discards the key's version: an older row of a later batch is inserted again")
         return tuple(limits)
@@ -235,14 +236,14 @@ class ServerSink(DatabaseSink):
 
     def checked_target(self) -> Sequence[str]:
         server: Server[Any] = self.parts["database"](self.options)
-        return checked(self.options, server.ask(lambda connection: server.definition(connection, columns=True)))
+        return describe_checks(self.options, server.ask(lambda connection: server.definition(connection, columns=True)))
 
     def ready_target(self, schema: pa.Schema) -> None:
         """See `delivered.contract.sink.Sink`: a table that is there must take every column. Tasks check the
         types, and create a table that is missing, with the first rows."""
         server: Server[Any] = self.parts["database"](self.options)
         found = server.waiting(lambda: server.ask(lambda connection: server.definition(connection, columns=True)))
-        for name in numbered_schema(self.options, stored(self.options.write, schema)).names:
+        for name in numbered_schema(self.options, stored_columns(self.options.write, schema)).names:
             if name in found.computed:
                 raise column_computed(self.options.table_text, name)
 
@@ -386,7 +387,9 @@ class _Rows:
 # rows move into the table, at the decision: too late to choose others.
 
 
-def refused(batch: pa.RecordBatch, suspects: pa.Array, load: Callable[[pa.RecordBatch], str | None]) -> pa.Array | None:
+def find_refused(
+    batch: pa.RecordBatch, suspects: pa.Array, load: Callable[[pa.RecordBatch], str | None]
+) -> pa.Array | None:
     """The reason for each row that `load` refuses, null for the others; None: all are fine.
 
     Args:
@@ -407,8 +410,8 @@ def refused(batch: pa.RecordBatch, suspects: pa.Array, load: Callable[[pa.Record
     return pa.array([found.get(i) for i in range(batch.num_rows)], pa.string()) if found else None
 
 
-def too_long(batch: pa.RecordBatch, widths: Mapping[str, int], unit: str) -> pa.Array | None:
-    """As `refused`: values longer than their column.
+def find_too_long(batch: pa.RecordBatch, widths: Mapping[str, int], unit: str) -> pa.Array | None:
+    """As `find_refused`: values longer than their column.
 
     Args:
         widths: column -> maximum length.

@@ -22,18 +22,17 @@ from delivered.kits.options import if_not_exists, merge_schema, not_blank, passw
 from delivered.kits.sql.database import quoted
 from delivered.model import ranges
 from delivered.model.capability import WriteMode
-from delivered.model.catalogue import did_you_mean
-from delivered.model.errors import BadRecord, UsageError
+from delivered.model.errors import BadRecord, UsageError, did_you_mean
 from delivered.model.options import (
     Options,
     OptionType,
     Unfit,
     check_postgres_words,
     choice,
+    integer,
     names_database,
     option,
     resolve_secret,
-    whole,
 )
 
 LEDGER_SCHEMA_DEFAULT = "delivered"
@@ -122,7 +121,7 @@ class ServerOptions(TableOptions):
     lock_timeout_s: int = option(
         "lockTimeout",
         "Seconds that a task or a decision waits for a lock held by another transaction.",
-        whole(1, 3600),
+        integer(1, 3600),
         default=LOCK_TIMEOUT_S_DEFAULT,
     )
 
@@ -398,7 +397,7 @@ def record_schema(options: TableOptions, schema: pa.Schema) -> pa.Schema:
     return pa.schema([f for f in schema if f.name != options.batch_column])
 
 
-def numbered(options: TableOptions, batch: pa.RecordBatch, number: int) -> pa.RecordBatch:
+def add_number(options: TableOptions, batch: pa.RecordBatch, number: int) -> pa.RecordBatch:
     if options.batch_column is None:
         return batch
     column = pa.repeat(pa.scalar(number, pa.int64()), batch.num_rows)
@@ -530,25 +529,25 @@ def spread(first: int, stop: int, count: int, length: int) -> list[tuple[int, in
 _MARK = re.compile(r"delivered ([0-9a-f]{32})")
 
 
-def new_mark() -> str:
+def new_comment() -> str:
     """A comment that identifies a table created here, for databases without table ids."""
     return f"delivered {uuid.uuid4().hex}"
 
 
-def marked(text: str | None) -> str | None:
+def id_in_comment(text: str | None) -> str | None:
     """The id in a table's comment; None: it was not created here."""
     comment = _MARK.search(text or "")
     return None if comment is None else comment[1]
 
 
-def missing(table: str, where: str, next_step: str) -> UsageError:
+def missing_error(table: str, where: str, next_step: str) -> UsageError:
     return UsageError("TABLE_MISSING.SQL", table=table, where=where, action=next_step)
 
 
 def missing_at_server(options: ServerOptions, known: Iterable[str] = ()) -> UsageError:
     """Args: known: tables that there are."""
     action = 'create the table, correct the option dbtable, or add .option("ifNotExists", "true")'
-    return missing(options.table_text, options.where, did_you_mean(options.table, known) + action)
+    return missing_error(options.table_text, options.where, did_you_mean(options.table, known) + action)
 
 
 def text_of(options: ServerOptions) -> str:
@@ -621,7 +620,7 @@ def check_known(options: TableOptions, known: pa.Schema, now: pa.Schema, next_st
         raise _changed(options, known, now, next_step)
 
 
-def extended(options: TableOptions, known: pa.Schema, now: pa.Schema, next_step: str) -> pa.Schema:
+def extend(options: TableOptions, known: pa.Schema, now: pa.Schema, next_step: str) -> pa.Schema:
     """The columns written before and those of the rows, sorted by name; the new ones are marked.
 
     Raises:
@@ -629,7 +628,7 @@ def extended(options: TableOptions, known: pa.Schema, now: pa.Schema, next_step:
     """
     if _other_types(known, now):
         raise _changed(options, known, now, next_step)
-    fresh = [f.with_metadata({_ADDED: "1"}) for f in absent(options, now, known.names)]
+    fresh = [f.with_metadata({_ADDED: "1"}) for f in find_absent(options, now, known.names)]
     return pa.schema(sorted([*known, *fresh], key=lambda f: f.name))
 
 
@@ -654,7 +653,7 @@ def _changed(options: TableOptions, known: pa.Schema, now: pa.Schema, next_step:
     )
 
 
-def absent(options: TableOptions, schema: pa.Schema, columns: Collection[str]) -> list[pa.Field]:
+def find_absent(options: TableOptions, schema: pa.Schema, columns: Collection[str]) -> list[pa.Field]:
     """The rows' columns that the table lacks, and `mergeSchema` adds.
 
     Raises:

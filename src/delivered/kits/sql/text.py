@@ -41,7 +41,7 @@ def days(text: str) -> int:
     Raises:
         ValueError: no date that a number of 32 bits holds, such as infinity.
     """
-    return _within(_parsed(text)[0], INT32, text)
+    return _check_bounds(_parse(text)[0], INT32, text)
 
 
 def micros(text: str, zoned: bool) -> int:
@@ -61,11 +61,11 @@ def micros(text: str, zoned: bool) -> int:
     except TypeError:
         raise ValueError(f"{text!r} has an offset from UTC, or lacks it") from None
     except ValueError:  # outside the years 1 to 9999
-        day, clock = _parsed(text)
-        return _within(day * 86_400_000_000 + clock, INT64, text)
+        day, clock = _parse(text)
+        return _check_bounds(day * 86_400_000_000 + clock, INT64, text)
 
 
-def _parsed(text: str) -> tuple[int, int]:
+def _parse(text: str) -> tuple[int, int]:
     """Days, and microseconds of the day in UTC, which may be of another day."""
     found = _TEXT.fullmatch(text)
     if found is None:
@@ -81,7 +81,7 @@ def _parsed(text: str) -> tuple[int, int]:
     return since.days + cycles * _CYCLE_DAYS, at * 1_000_000 + int((fraction or "").ljust(6, "0"))
 
 
-def _within(number: int, bounds: tuple[int, int], text: str) -> int:
+def _check_bounds(number: int, bounds: tuple[int, int], text: str) -> int:
     if not bounds[0] <= number <= bounds[1]:
         raise ValueError(f"{text!r} is later or earlier than Spark's dates and times")
     return number
@@ -125,7 +125,7 @@ def setting_refused(name: str, value: str, place: str) -> UsageError:
 
 # Rows that a server sends as CSV, parsed by Arrow without loss.
 #
-# Timestamps and times are whole microseconds, dates are days since 1970, bytes are lower-case hexadecimal digits, null
+# Timestamps and times are microseconds, dates are days since 1970, bytes are lower-case hexadecimal digits, null
 # is an empty field, and an empty text is quoted.
 
 BLOCK_BYTES = 1 << 20
@@ -147,7 +147,7 @@ def read_csv(
         return
     read_options = csv.ReadOptions(column_names=schema.names, block_size=BLOCK_BYTES, use_threads=False)
     convert_options = csv.ConvertOptions(
-        column_types={f.name: _parsed_as(f.type) for f in schema},
+        column_types={f.name: _parse_as(f.type) for f in schema},
         null_values=[""],
         strings_can_be_null=True,
         quoted_strings_can_be_null=False,
@@ -162,7 +162,7 @@ def read_csv(
             convert_options=convert_options,
         )
         for batch in reader:
-            arrays = [_restored(c, f.type) for c, f in zip(batch.columns, schema, strict=True)]
+            arrays = [_restore(c, f.type) for c, f in zip(batch.columns, schema, strict=True)]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
     except pa.ArrowInvalid as error:
         raise _unreadable(schema, error) from None
@@ -179,7 +179,7 @@ def _unreadable(schema: pa.Schema, error: Exception) -> BadRecord:
     return BadRecord("VALUE_UNREADABLE.CSV", column=column, value=_COLUMN.sub("", text)[:300])
 
 
-def _parsed_as(kind: pa.DataType) -> pa.DataType:
+def _parse_as(kind: pa.DataType) -> pa.DataType:
     t = pa.types
     if t.is_timestamp(kind) or t.is_time(kind):
         return pa.int64()
@@ -188,7 +188,7 @@ def _parsed_as(kind: pa.DataType) -> pa.DataType:
     return kind if not t.is_binary(kind) else pa.string()
 
 
-def _restored(column: pa.Array, kind: pa.DataType) -> pa.Array:
+def _restore(column: pa.Array, kind: pa.DataType) -> pa.Array:
     t = pa.types
     if t.is_binary(kind):
         return _from_hex(column)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from delivered.contract.sink import Committer, LeftOutRow, OpenTransaction
+from delivered.contract.sink import Committer, OpenTransaction, SkippedRow
 from delivered.contract.source import Finding
 from delivered.kits.sql.database import C, Connection, Definition, Dialect, Server, quoted, scope_values
 from delivered.kits.sql.merge import (
@@ -29,10 +29,10 @@ from delivered.kits.sql.merge import (
     check_keys_stored,
     check_merged,
     check_rules,
-    counted,
-    fold,
-    kept,
+    count_skipped,
+    fold_skipped,
     key_in_two_shards,
+    read_dead_letters,
 )
 from delivered.kits.sql.table import ServerOptions, TableOptions
 from delivered.ledger import Swap
@@ -69,7 +69,7 @@ class Names:
     @property
     def staging_prefix(self) -> str:
         """Prefix of the names of this sink's staging tables, and of no others."""
-        # Longer than `check`, as nothing else in it tells two sinks apart.
+        # Longer than `check`, as nothing else in it distinguishes two sinks.
         return f"s_{self._digest(_STAGING_BYTES)}_"
 
     def staging(self, work: Work, nonce: str) -> str:
@@ -116,7 +116,7 @@ def check_deletions(options: ServerOptions) -> Iterator[Finding]:
         yield Finding.build("DELETE_TWO_PHASE", refuses=True)
 
 
-def mark(connection: Connection, dialect: Dialect, work: Work, gid: str, fingerprint: Fingerprint) -> None:
+def write_marker(connection: Connection, dialect: Dialect, work: Work, gid: str, fingerprint: Fingerprint) -> None:
     """Write the marker in the rows' transaction, as evidence of its commit."""
     connection.execute(
         dialect(
@@ -239,16 +239,15 @@ class ServerCommitter(Committer, Generic[C]):
             return Unknown(str(error))
         return Ok(count)
 
-    def left_out(self) -> dict[str, int]:
+    def skipped(self) -> dict[str, int]:
         """See `delivered.contract.sink.Committer`."""
+        return self._ask(lambda c: count_skipped(c, self._sql, self._scope) if self._counts_skipped(c) else {})
 
-        return self._ask(lambda c: counted(c, self._sql, self._scope) if self._leaves_out(c) else {})
-
-    def dead_letters(self) -> list[LeftOutRow]:
+    def dead_letters(self) -> list[SkippedRow]:
         """See `delivered.contract.sink.Committer`."""
-        return self._ask(lambda c: kept(c, self._sql, self._scope) if self._leaves_out(c) else [])
+        return self._ask(lambda c: read_dead_letters(c, self._sql, self._scope) if self._counts_skipped(c) else [])
 
-    def _leaves_out(self, connection: C) -> bool:
+    def _counts_skipped(self, connection: C) -> bool:
         return self._server.version(connection) >= SKIPPED_VERSION
 
     def targets(self) -> dict[str, Target]:
@@ -265,7 +264,7 @@ class ServerCommitter(Committer, Generic[C]):
         values = {**scope_values(self._scope), "batch": batch}
         self._ask(lambda c: self._sql.delete(c, "marker", f"{_BATCHES} < :batch", values))
         if self._options.write.conditional:
-            self._ask(lambda c: fold(c, self._sql, self._scope, batch))
+            self._ask(lambda c: fold_skipped(c, self._sql, self._scope, batch))
 
     def open_transactions(self) -> list[OpenTransaction]:
         """Every prepared transaction of this pipeline and sink, of any incarnation, oldest first.
@@ -347,7 +346,7 @@ class ServerCommitter(Committer, Generic[C]):
         def question(connection: C) -> bool:
             if self._server.version(connection) == 0:
                 return False
-            participants = decided(connection, self._sql, work)
+            participants = find_decided(connection, self._sql, work)
             return any(p.shard == work.shard and PreparedRows.of(p).staged for p in participants)
 
         return self._ask(question)
@@ -377,7 +376,7 @@ class ServerCommitter(Committer, Generic[C]):
             self._pool.put(connection if healthy else None)
 
 
-def decided(connection: Connection, sql: Dialect, work: Work) -> Sequence[Prepared]:
+def find_decided(connection: Connection, sql: Dialect, work: Work) -> Sequence[Prepared]:
     """The participants of this sink that the decision of a batch names."""
     row = connection.execute(
         sql(f"SELECT decision FROM {{decision}} WHERE {_BATCHES} = :batch"),

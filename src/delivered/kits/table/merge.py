@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from delivered.kits.sql.merge import key_in_two_shards, stored
+from delivered.kits.sql.merge import key_in_two_shards, stored_columns
 from delivered.kits.table.shard import ShardFiles
 from delivered.kits.table.store import Store
 from delivered.model.capability import WriteMode
@@ -189,7 +189,7 @@ def _rewritten(
     mode: WriteMode, batches: Iterable[pa.RecordBatch], columns: pa.Schema, rows: pa.Table, matches: _Matches
 ) -> Iterator[pa.RecordBatch]:
     """A file's rows with the batch's values in replaced rows; columns missing from the batch keep their values."""
-    batch_columns = set(stored(mode, rows.schema).names)
+    batch_columns = set(stored_columns(mode, rows.schema).names)
     at = 0
     for batch in batches:
         lo, hi = np.searchsorted(matches.row, [at, at + batch.num_rows])

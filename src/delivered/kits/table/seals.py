@@ -94,7 +94,7 @@ class SealFiles:
         return None
 
     def texts(self, newest: At, first: int) -> Iterator[str]:
-        """The seals from a number on. One that is missing is left out: whoever checks the chain finds that."""
+        """The seals from a number on. One that is missing is left out: the check of the chain finds that."""
         return (text for _, text in self._chain(newest, first))
 
     def holds(self, newest: At, at: At) -> bool:

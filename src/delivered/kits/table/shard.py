@@ -181,7 +181,7 @@ class Undecided:
             raise Fenced("FENCED.ORPHANS", sink=self.scope.sink, pipeline=self.scope.pipeline)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete those of these files that are undecided; never deletes a decided row, whoever calls it."""
+        """Delete those of these files that are undecided; never deletes a decided row, from any caller."""
         undecided = []
         for name in names:
             incarnation = parse_incarnation(self.scope, name)

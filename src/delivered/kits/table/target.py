@@ -34,8 +34,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.contract.source import Finding
-from delivered.kits.sql.merge import stored
-from delivered.kits.sql.sink import TableSink, refused
+from delivered.kits.sql.merge import stored_columns
+from delivered.kits.sql.sink import TableSink, find_refused
 from delivered.kits.sql.table import Types, untyped
 from delivered.kits.table import FileTableOptions
 from delivered.kits.table.store import Store
@@ -60,7 +60,7 @@ class FileTableSink(TableSink):
         return check
 
     def ready_target(self, schema: pa.Schema) -> None:
-        self.parts["ready"](self.options, stored(self.options.write, schema))
+        self.parts["ready"](self.options, stored_columns(self.options.write, schema))
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         key = (self.options, batch.schema, int(time.monotonic() // TRIAL_AGE_S))
@@ -386,7 +386,7 @@ def unwritable(
     """
     tries = _Tries(write)
     suspects = pa.repeat(True, batch.num_rows) if known is None else pc.is_null(known)
-    return first_of(known, refused(batch, suspects, tries.load))
+    return first_of(known, find_refused(batch, suspects, tries.load))
 
 
 @dataclass
