@@ -41,11 +41,14 @@ SLICE: dict[str, tuple[str, ...]] = {
         "test_output_mode.py::test_write_batch_knows_a_batch_that_runs_again",
         "test_same_shards.py::test_adaptive_execution_changes_no_shards",
     ),
+    "speculative tasks of foreachBatch": (
+        "test_at_most_once.py::test_a_speculative_copy_in_foreach_batch_counts_nothing_twice",
+    ),
     "Spark's own sources": ("test_portable.py", "test_jvm_source.py"),
     "internals of Spark": ("test_internals.py",),
 }
 """What is tested: files of tests/spark, and tests in them."""
-WITHOUT_DATA_SOURCES = ("Spark's own sources",)
+WITHOUT_DATA_SOURCES = ("speculative tasks of foreachBatch", "Spark's own sources")
 """What is tested on Spark 3.5."""
 TURN = 50
 """Kills before what arrived is counted."""

@@ -1,4 +1,4 @@
-"""at_most_once on a cluster, in a session of the user's own: a stage that reruns, and speculative copies.
+"""at_most_once on a cluster, in a session of the user's own: a stage that reruns. Speculative copies, exactly_once too.
 
 Spark numbers attempts from 0 again when a stage reruns after lost shuffle files (P31)."""
 
@@ -22,6 +22,7 @@ from tests.support.halted import killed
 import delivered
 from delivered.connectors.sqlite import CONNECTOR
 from delivered.crash import HIT_SUFFIX
+from delivered.model.capability import Guarantee
 from delivered.model.errors import Unreachable
 from delivered.model.identity import Scope
 from delivered.model.work import DriverAddress
@@ -126,19 +127,29 @@ def test_a_batch_whose_driver_died_after_a_grant_is_given_up_in_full(tmp_path: P
         assert (rows < ROWS, given_up) == (True, ROWS)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    "given", [(), ("--foreach",), ("--foreach", "--guarantee", "exactly_once")], ids=["stream", "batch", "once"]
-)
-def test_a_speculative_copy_sends_nothing_and_costs_nothing(tmp_path: Path, given: tuple[str, ...]) -> None:
-    held = tmp_path / "held"
+def _speculated(folder: Path, *given: str) -> None:
+    """Spark starts a copy of a task while its first attempt, which has read rows, lives."""
+    held = folder / "held"
     held.mkdir()
-    with Standalone(tmp_path, sys.executable, {}, several_hosts=True) as cluster:
-        driver = cluster.submit(APP, *_arguments(tmp_path), "--held", str(held), *given, conf=SPECULATION)
+    with Standalone(folder, sys.executable, {}, several_hosts=True) as cluster:
+        driver = cluster.submit(APP, *_arguments(folder), "--held", str(held), *given, conf=SPECULATION)
         try:
-            assert driver.wait(240) == 0, (tmp_path / "driver.log").read_text()[-4000:]
+            assert driver.wait(240) == 0, (folder / "driver.log").read_text()[-4000:]
         finally:
             if driver.poll() is None:
                 kill_tree(driver)
     assert (held / "second").exists(), "Spark started no second copy"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("guarantee", [Guarantee.AT_MOST_ONCE, Guarantee.EXACTLY_ONCE])
+def test_a_speculative_copy_counts_nothing_twice(tmp_path: Path, guarantee: Guarantee) -> None:
+    _speculated(tmp_path, "--guarantee", guarantee)
+    assert _counted(tmp_path) == (ROWS, 0)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("guarantee", [Guarantee.AT_MOST_ONCE, Guarantee.EXACTLY_ONCE])
+def test_a_speculative_copy_in_foreach_batch_counts_nothing_twice(tmp_path: Path, guarantee: Guarantee) -> None:
+    _speculated(tmp_path, "--guarantee", guarantee, "--foreach")
     assert _counted(tmp_path) == (ROWS, 0)

@@ -44,7 +44,8 @@ def main() -> None:
     parser.add_argument("--foreach", action="store_true")
     given = parser.parse_args()
     spark = SparkSession.builder.appName("shuffled").getOrCreate()
-    delivered.register(spark)
+    if not given.foreach:
+        delivered.register(spark)
     rows = spark.readStream.schema("id bigint").parquet(given.input).repartition(4, "id")
     if given.held:
         rows = rows.mapInArrow(_held(given.held), "id bigint")
