@@ -37,8 +37,8 @@ def _cell(version: dict[str, Any], group: str) -> str:
         text += f", {run['skipped']} do not apply"
     if run["failed"]:
         text += f", **{run['failed']} failed**: {', '.join(run['names'])}"
-    commit = run.get("commit", version["commit"])
-    return text + (f" (commit {commit})" if commit != version["commit"] else "")
+    ran = [run.get(key, version[key]) for key in ("commit", "date")]
+    return text + (f" (commit {', '.join(ran)})" if ran[0] != version["commit"] else "")
 
 
 def _kills(found: dict[str, Any]) -> list[str]:

@@ -160,7 +160,7 @@ def main() -> int:
         failed += sum(len(of["names"]) for of in groups.values())  # type: ignore[arg-type]
         print(version, json.dumps(groups, indent=1), flush=True)
         ran, earlier = source(), stored().get(version, {}).get("groups", {})
-        groups = {g: {**of, "commit": ran["commit"]} for g, of in groups.items()}
+        groups = {g: {**of, "commit": ran["commit"], "date": ran["date"]} for g, of in groups.items()}
         keep(version, {**({} if given.only else ran), "groups": {**earlier, **groups}})
     return 1 if failed else 0
 
