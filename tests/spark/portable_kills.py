@@ -42,8 +42,8 @@ from delivered_lab.supervisor import hits, kill_tree
 
 AHEAD, ROWS = 8, 40
 """Files that are there for each start, and rows of each. A batch reads one."""
-OWN_JVM = {"everything": 1, "process": 1}
-HOSTED = {"everything": 2, "kernel": 16, "tasks": 3}
+OWN_JVM = {"everything": 1, "process": 2}
+HOSTED = {"everything": 3, "kernel": 5, "tasks": 5}
 CONNECT = {"everything": 1, "client": 2, "server": 2}
 """How often what is killed, by whose JVM it is."""
 WAIT_S = 240.0
@@ -118,7 +118,7 @@ class Job:
     def kill_once(self, number: int) -> str:
         """Kill at a random point, or at a random time; returns what and where, empty: the job ended before."""
         choice = random.Random(self._seed * 100_000 + number)
-        hosted = self.connect or self._host is not None or choice.random() < 0.8
+        hosted = self.connect or self._host is not None or choice.random() < 0.5
         weights = CONNECT if self.connect else HOSTED if hosted else OWN_JVM
         what = choice.choices(list(weights), list(weights.values()))[0]
         points_of = [p for p in POINTS if what != "tasks" or p.startswith("write")]
