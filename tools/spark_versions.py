@@ -50,7 +50,7 @@ SLICE: dict[str, tuple[str, ...]] = {
 """What is tested: files of tests/spark, and tests in them."""
 WITHOUT_DATA_SOURCES = ("speculative tasks of foreachBatch", "Spark's own sources")
 """What is tested on Spark 3.5."""
-TURN = 50
+TURN = 25
 """Kills before what arrived is counted."""
 
 

@@ -240,6 +240,7 @@ def kills(
 ) -> dict[str, Any]:
     """So many kills, or as many as the time allows; then one start that ends by itself. `of`: see `Job`."""
     folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")  # JVMs start more quickly
     _load()
     job, kept = Job(folder, kafka, seed, **of), folder / "kills.json"
     done: list[str] = json.loads(kept.read_text()) if kept.exists() else []
