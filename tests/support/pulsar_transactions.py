@@ -29,9 +29,9 @@ def cluster(pulsar: Pulsar) -> Cluster:
 class Open:
     """A transaction with a producer in each topic."""
 
-    def __init__(self, at: Cluster, *topics: str, ttl_s: float = HOUR_S, **more: Any) -> None:
+    def __init__(self, at: Cluster, *topics: str, ttl_s: float = HOUR_S, coordinator: int = 0, **more: Any) -> None:
         self.coordinators = Coordinators(at)
-        self.id = self.coordinators.begin(0, ttl_s, soon())
+        self.id = self.coordinators.begin(coordinator, ttl_s, soon())
         full = [t if "://" in t else f"{FULL}{t}" for t in topics]
         self.coordinators.add(self.id, full, soon())
         self.flow = Flow()
