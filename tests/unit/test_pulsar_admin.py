@@ -31,6 +31,8 @@ class Service:
     def __init__(self) -> None:
         self.answers: list[int] = []
         self.version = b"4.0.4"
+        self.headers: dict[str, str] = {}
+        self.aborted: dict[str, bool] = {}
         self.asked: list[tuple[str, str]] = []
         service = self
 
@@ -49,10 +51,14 @@ class Service:
             do_PUT = do_POST = _answer  # noqa: N815 - so the library looks for them
 
             def do_GET(self) -> None:
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(service.version)))
+                of_transaction = self.path.removeprefix("/admin/v3/transactions/transactionInBufferStats/")
+                known = service.aborted.get(of_transaction)
+                said = service.version if known is None else json.dumps({"aborted": known}).encode()
+                self.send_response(404 if of_transaction != self.path and known is None else 200)
+                for name, value in {**service.headers, "Content-Length": str(len(said))}.items():
+                    self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(service.version)
+                self.wfile.write(said)
 
             def log_message(self, *_: object) -> None:
                 """No log output in tests."""
@@ -109,3 +115,19 @@ def test_brokers_that_are_too_old_for_transactions_are_refused(service: Service,
     (finding,) = check_transactions(options, service.admin())
     assert (finding.code, finding.refuses, finding.only) == ("PULSAR_TOO_OLD", True, Guarantee.EXACTLY_ONCE)
     assert version[:3] in finding.message
+
+
+@pytest.mark.parametrize("stated", [None, "true", "false"])
+@pytest.mark.parametrize("known", [None, True, False])
+def test_brokers_of_2_10_are_asked_for_an_aborted_transaction(
+    service: Service, stated: str | None, known: bool | None
+) -> None:
+    """Later ones say it with the entry. What nobody knows is not taken for aborted."""
+    service.headers = {"X-Pulsar-txnid-most-bits": "3", "X-Pulsar-txnid-least-bits": "17"}
+    if stated is not None:
+        service.headers["X-Pulsar-txn-aborted"] = stated
+    if known is not None:
+        service.aborted["public/default/orders-partition-1/3/17"] = known
+    entry = service.admin().entry(TOPIC, 1, 2)
+    assert entry is not None
+    assert entry.hidden == (bool(known) if stated is None else stated == "true")

@@ -379,9 +379,25 @@ class Admin:
             chunk=_integer(headers, "X-Pulsar-PROPERTY-CHUNK-ID", 0) if chunks > 1 else None,
             chunks=chunks,
             chunked=headers.get("X-Pulsar-uuid", ""),
-            hidden="X-Pulsar-marker-type" in headers or headers.get("X-Pulsar-txn-aborted", "").lower() == "true",
+            hidden="X-Pulsar-marker-type" in headers or self._was_aborted(physical, headers),
             published_ms=_time(headers.get("X-Pulsar-publish-time", "")),
         )
+
+    def _was_aborted(self, physical: str, headers: Mapping[str, str]) -> bool:
+        """Whether an entry is of an aborted transaction. Brokers of 2.10 name the transaction only."""
+        if (stated := headers.get("X-Pulsar-txn-aborted")) is not None:
+            return stated.lower() == "true"
+        most, least = (headers.get(f"X-Pulsar-txnid-{part}-bits", "") for part in ("most", "least"))
+        if not (most.isdecimal() and least.isdecimal()):
+            return False
+        name = "/".join(quote(part, safe="") for part in physical.partition("://")[2].split("/"))
+        try:
+            return self._read(
+                f"/admin/v3/transactions/transactionInBufferStats/{name}/{most}/{least}",
+                lambda a: a.take("aborted", bool, False),
+            )
+        except Missing:
+            return False
 
     def entry_digest(self, physical: str, ledger: int, entry: int) -> str | None:
         """What a producer and the broker gave an entry, hashed; None: it no longer exists."""
