@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.broker.outage_help import goes_on
 from tests.broker.send_help import rows, writer
-from tests.broker.test_pulsar_outages import goes_on
 from tests.support.pulsar import FULL, native, sink
 from tests.support.pulsar_transactions import Open, soon
 from tests.support.two_pulsars import COORDINATORS, TwoPulsars, serving
