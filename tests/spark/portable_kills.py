@@ -70,7 +70,7 @@ def produce(folder: Path, files: int) -> int:
 _LOADED = (
     *("delivered.spark.foreach", "delivered.engine.runner", "delivered.engine.context", "delivered.engine.decide"),
     *("delivered.engine.recover", "delivered.checkpoint.history", "delivered.pipeline.facts", "pyarrow.compute"),
-    *("delivered.pipeline.written_schemas", "delivered.connectors.kafka", "delivered.connectors.sqlite"),
+    *("delivered.checkpoint.sidecar", "delivered.connectors.kafka", "delivered.connectors.sqlite"),
 )
 """What the user's process would import after its start."""
 _FORK = multiprocessing.get_context("fork")

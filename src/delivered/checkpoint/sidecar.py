@@ -16,7 +16,7 @@ from pyarrow import fs
 
 from delivered.checkpoint import folder
 from delivered.checkpoint.folder import open_folder
-from delivered.contract import build
+from delivered.contract.connector import build
 from delivered.contract.source import HeldBack, Offsets, Retained, Slice, Source, SourceDriver
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused
 from delivered.model.identity import SOURCE, by_source, is_ahead

@@ -1,13 +1,12 @@
-"""A connector: the target of its entry point."""
+"""A connector: the target of its entry point, and the parts that it builds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from delivered.contract import build
 from delivered.model.errors import Refused, UsageError
 from delivered.model.options import Options, OptionTable
 
@@ -16,6 +15,34 @@ if TYPE_CHECKING:  # the command line lists connectors without loading what they
     from delivered.contract.sink import Sink
     from delivered.contract.source import Source
     from delivered.ledger import Ledgers
+
+P = TypeVar("P")
+
+
+def build(base: type[Any], make: Callable[..., P], *args: Any) -> P:
+    """What `make(*args)` returns, if it derives from a class of the contract.
+
+    Raises:
+        UsageError: the connector was written for another version of the contract.
+    """
+    try:
+        part = make(*args)
+    except ImportError as error:
+        if not (error.name or "").startswith("delivered."):
+            raise  # a client library
+        raise outdated(str(error)) from error
+    except TypeError as error:
+        if "instantiate abstract class" not in str(error):
+            raise
+        raise outdated(str(error)) from error
+    if not isinstance(part, base):
+        found = f"{type(part).__module__}.{type(part).__qualname__}"
+        raise outdated(f"{found} does not derive from {base.__module__}.{base.__qualname__}")
+    return part
+
+
+def outdated(why: str) -> UsageError:
+    return UsageError("CONNECTOR_OUTDATED", reason=why)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from delivered.contract import build
+from delivered.contract.connector import build
 from delivered.contract.sink import Committer, OpenTransaction, Shards, Sink
 from delivered.engine.sinks import Sinks
 from delivered.ledger import Change, Head, Ledger, Store, state_of

@@ -25,7 +25,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.contract import build
+from delivered.contract.connector import build
 from delivered.contract.sink import DEAD_LETTERS, Sink, Writer
 from delivered.contract.source import COORDINATES
 from delivered.engine.sinks import Member, Sinks

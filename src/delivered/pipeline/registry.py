@@ -9,8 +9,7 @@ from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-from delivered.contract import outdated
-from delivered.contract.connector import Connector
+from delivered.contract.connector import Connector, outdated
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
 from delivered.kits.schemas import URL, FormatOptions

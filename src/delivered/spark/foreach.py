@@ -29,8 +29,7 @@ from delivered.model.translate import translated
 from delivered.model.work import Action, ShardMessage
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import check_start
-from delivered.pipeline.spec import PipelineSpec, SinkSpec
-from delivered.pipeline.written_schemas import with_schemas
+from delivered.pipeline.spec import PipelineSpec, SinkSpec, with_schemas
 from delivered.spark.check import checkpoint_store, sender_of
 from delivered.spark.internals import is_connect, query_checkpoint, to_arrow
 from delivered.spark.settings import unadapted

@@ -65,7 +65,7 @@ class Recovering:
 
     def __getstate__(self) -> dict[str, Any]:
         if self._plan is None:
-            from delivered.pipeline.written_schemas import with_schemas
+            from delivered.pipeline.spec import with_schemas
 
             try:
                 plan = self._recover()
