@@ -66,8 +66,7 @@ computes fingerprints; this sink's time includes both.
 `make bench-pulsar`: {rows:,} records of 8 + 100 bytes into a topic of two partitions of a server on the same machine
 with {cores} cores. *Pulsar's own client* is one Python process per core with
 one producer: batches as large as this sink's, ten thousand messages in flight; no ledger, no fingerprint. *Engine
-alone* is without Spark. `at_least_once` sends by that client, `exactly_once` by its own. The goal: exactly_once at 0.8
-or more of the client's rate. CPU is that of the client side.
+alone* is without Spark. The goal: exactly_once at 0.8 or more of the client's rate. CPU is that of the client side.
 """,
 }
 """Stem of the report's name -> what stands above its figures."""
