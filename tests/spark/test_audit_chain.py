@@ -151,7 +151,8 @@ def test_a_whole_chain_holds_and_what_is_under_way_is_not_lost(spark: SparkSessi
         delivered.audit_chain([relay, store], spark)
 
 
-@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("more", [False, True])
 def test_what_is_damaged_at_a_hop_is_found_there_and_from_end_to_end(
     more: bool, kafka: Any, spark: SparkSession, chain: Chain
 ) -> None:
