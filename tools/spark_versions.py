@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from delivered_lab.verify.provenance import commit
+
 VERSIONS = ("3.5.9", "4.0.5", "4.1.4", "4.2.1", "4.3.0")
 STORE = Path("docs/spark-versions.json")
 
@@ -119,9 +121,8 @@ def kill(versions: Sequence[str], count: int, seconds: float, seed: int) -> int:
 
 def source() -> dict[str, str]:
     """What ran, and when."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"commit": commit.stdout.strip(), "date": today, "python": platform.python_version()}
+    return {"commit": commit(), "date": today, "python": platform.python_version()}
 
 
 def stored() -> dict[str, Any]:
