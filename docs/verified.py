@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.capability import Guarantee
-from delivered_lab.verify.case import Result
+from delivered_lab.verify.case import AHEAD, Result
 from delivered_lab.verify.ends.run import SYSTEMS, cases
 from delivered_lab.verify.faults import LOOP, PAIRS, PLACES, catalogue
 from delivered_lab.verify.judge import RECOVERY_RATIO_MAX, Verdict
@@ -26,8 +26,10 @@ STORED = Path(__file__).parent / "verified.json"
 _BY_KEY = ("missing", "extra", "different")
 _KEPT = (
     "sink", "guarantee", "workload", "fault", "seed", "verdict", "lost", "duplicated", "fired", "final_read",
-    "service", "source", "place", "parts", "plain_s", "recovery_s", "ran", "on", *_BY_KEY,
+    "service", "source", "place", "parts", "plain_s", "recovery_s", "start", "ran", "on",
+    *_BY_KEY,
 )  # fmt: skip
+_RECOVERY = ("plain_s", "recovery_s")
 _KEY = ("sink", "guarantee", "workload", "fault", "seed", "service", "source")
 _PLACES = [p for p in PLACES if p != "none"]
 UNPROVEN, REFUSED, OLDER = "unproven", "refused", "°"
@@ -60,8 +62,10 @@ def store(paths: Sequence[Path]) -> None:
                 kept = _KEPT if workload is not None and workload.oracle is not None else _KEPT[: -len(_BY_KEY)]
                 used = r.get("versions", {})
                 versions[environment_id(used)] = used
+                measured = found.get(key(r), {}) if r.get("start") == AHEAD else {}
                 r = {
                     **r,
+                    **{k: measured[k] for k in _RECOVERY if k in measured},
                     "ran": merged(found.get(key(r), {}).get("ran", []), r.get("ran", [])),
                     "on": environment_id(used),
                 }
@@ -88,6 +92,9 @@ def runs(results: Sequence[dict[str, Any]]) -> list[str]:
         "the engine, the ledger, a kit or a connector changed since, or their commit is not on record",
         f"({len(results) - len(known)}, of before 26 November 2026). {times} runs are on record;",
         f"{len(broke)} cells broke in any of them.",
+        f"In {sum(r.get('start') == AHEAD for r in results)} cells of `spark` the last run was by",
+        "[drivers that were started ahead](verify.md#drivers-that-are-started-ahead); in the others every start was a",
+        "process of its own.",
         "`verified.json` holds the time, commit, code and verdict of every run of a cell, and versions of the last;",
         "`delivered verify --only SINK/GUARANTEE/WORKLOAD/FAULT --service SERVICE --seed SEED` repeats it.",
     ]
@@ -388,7 +395,8 @@ def page() -> str:
             "",
             "## Recovery time",
             "",
-            "From the restart after a SIGKILL of the driver until a reader sees the first new record.",
+            "From the restart after a SIGKILL of the driver until a reader sees the first new record. Measured where",
+            "every start is a process of its own; a later run by drivers that were started ahead keeps the figure.",
             "",
             *recovery(results),
             "",

@@ -171,8 +171,24 @@ def kill_tree(pid: int) -> int:
     for p in stopped.values():
         with contextlib.suppress(psutil.NoSuchProcess):
             p.kill()
-    psutil.wait_procs(list(stopped.values()), timeout=10)
+    wait_dead(list(stopped.values()))
     return len(stopped)
+
+
+def wait_dead(processes: Sequence[psutil.Process], timeout_s: float = 10.0) -> None:
+    """Wait until killed processes have let go of all they had, whether or not their parents know of it: some parents
+    of orphans ask for their children only every few seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not all(map(_is_dead, processes)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S / 4)
+
+
+def _is_dead(process: psutil.Process) -> bool:
+    try:
+        # Files are closed with the last thread, which may outlive the first one.
+        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _session(process: psutil.Process) -> int | None:

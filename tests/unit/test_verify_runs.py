@@ -148,6 +148,16 @@ def test_one_case_passes_every_failure_point(sink: str) -> None:
     assert Counter(fault.requires) == Counter(name for names in fault.parts.values() for name in names)
 
 
+@pytest.mark.parametrize("sink", SINK_KINDS)
+def test_one_case_of_few_starts_reaches_each_failure_point_under_every_guarantee(sink: str) -> None:
+    kind = SINK_KINDS[sink]
+    for guarantee in kind.guarantees:
+        fault = next(f for f in catalogue(guarantee, sink) if f.name == "each-point")
+        assert set(fault.parts) == set(PLACES) - {"none"} - set(kind.absent)
+        assert all(fault.parts.values())
+        assert Counter(fault.requires) == Counter(name for names in fault.parts.values() for name in names)
+
+
 def test_a_case_of_several_failure_points_counts_at_each() -> None:
     one, several = result("killed-after", fired=2, place="F6c"), result("killed-everywhere", fired=3, place="F6b")
     several.parts = {"F6b": 2, "F6c": 1}

@@ -215,6 +215,14 @@ def verify(
     workload: Annotated[
         list[str], typer.Option(help="Only this workload (totals, sessions, join, ...: docs/verify.md). Repeatable.")
     ] = [],  # noqa: B006
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Through Spark, start every run as a user does, and measure how soon it is back after a kill. "
+            "Default: drivers that were started ahead take the runs.",
+        ),
+    ] = False,
     out: Annotated[Path, typer.Option(help="Results as JSON; an HTML page is written next to it.")] = Path(
         "build/verify.json"
     ),
@@ -242,7 +250,9 @@ def verify(
         if name not in WORKLOADS:
             raise UsageError("WORKLOAD_UNKNOWN", name=name, known=", ".join(WORKLOADS))
     sources, workloads = tuple(source), tuple(workload)
-    choice = Choice(tuple(only), seed, quick, audit_too, service, jobs, minutes, faults, per_place, sources, workloads)
+    choice = Choice(
+        tuple(only), seed, quick, audit_too, service, jobs, minutes, faults, per_place, sources, workloads, fresh
+    )
     folder = folder.resolve()
     template = load(file) if file is not None else None
     if template is not None and template.needs_spark and choice.service != SPARK:
@@ -289,6 +299,7 @@ def _as_options(file: Path | None, choice: Choice) -> str:
     options += [f"--faults {choice.faults}"] if choice.faults is not None else []
     options += [f"--source {name}" for name in choice.sources]
     options += [f"--per-place {choice.per_place}"] if choice.per_place is not None else []
+    options += ["--fresh"] if choice.fresh else []
     return " ".join([*options, f"--seed {choice.seed}", f"--service {choice.service}"])
 
 

@@ -37,6 +37,7 @@ import psutil
 
 from delivered import DeliveredError, MissingExtra
 from delivered.machine import cache_folder, java_home
+from delivered_lab.supervisor import wait_dead
 
 PORTS_LOW, PORTS_HIGH = 20_000, 32_000
 """Below Linux's ephemeral ports: while a server is down, no outgoing connection can take its port."""
@@ -113,7 +114,7 @@ def end(identity: Identity, kill: bool = False, ask: signal.Signals = signal.SIG
             except psutil.TimeoutExpired:
                 process.kill()
                 process.wait(STOP_TIMEOUT_S)
-            psutil.wait_procs(below, STOP_TIMEOUT_S)
+            wait_dead(below, STOP_TIMEOUT_S)
     with suppress(ChildProcessError):  # if it is our child, it is a zombie until it is waited for
         os.waitpid(identity.pid, os.WNOHANG)
     return process is not None

@@ -26,6 +26,7 @@ from typing import Any
 
 from delivered import DeliveredError, Guarantee
 from delivered_lab import brokers
+from delivered_lab.verify.ahead import Drivers
 from delivered_lab.verify.evidence import End, Evidence, Seen, fired, sends
 from delivered_lab.verify.faults import MOUNT, PROXY, TOPICS, Fault
 from delivered_lab.verify.fixture import Fixture, Setting, empty
@@ -39,6 +40,7 @@ from delivered_lab.verify.template import Template, row_effect
 from delivered_lab.verify.workloads import WORKLOADS, source_id
 
 DISK_MB = 24
+AHEAD = "ahead"
 NAME_LENGTH_MAX = 64
 """Of a pipeline."""
 
@@ -84,6 +86,8 @@ class Result:
             baseline that recovery is compared with.
         missing, extra, different: keys of an operator's rows, against its oracle.
         parts: failure point -> faults that fired there, if the case passes several; `place` is then one of them.
+        start: "ahead": drivers that were started before took runs of the last run; empty: each run was a process of its
+            own.
         ran: each run of the case that is on record, the last one last: time, commit, code, verdict (`provenance.Ran`).
         versions: of packages and servers in the last run.
         recovery_s: the same for each restart after a SIGKILL of the driver; recovery: their verdict, separate from the
@@ -124,6 +128,7 @@ class Result:
     recovery: str = ""
     folder: str = ""
     again: str = ""
+    start: str = ""
     ran: list[list[str]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -168,6 +173,8 @@ def run_case(case: Case, environment: Environment, *, plain_s: float | None = No
     started_s = time.monotonic()
     folder = environment.folder / case.name
     empty(folder)
+    if environment.drivers is not None:
+        environment.drivers.next_case()
     fixture: Fixture | None = None
     with contextlib.ExitStack() as stack:
 
@@ -297,6 +304,7 @@ def _setting(
         plain_s=plain_s,
         env=environment.env,
         service=SERVICES[case.service],
+        drivers=environment.drivers if case.service == SPARK else None,
         template=template,
     )
 
@@ -347,7 +355,10 @@ def _add_facts(case: Case, result: Result, fixture: Fixture) -> None:
     result.runs = len(fixture.runs)
     result.first_effect_s = first_effect_s(fixture)
     result.recovery_s = list(evidence.recovery_s)
-    result.plain_s = plain_restart_s(fixture) if result.fault == "none" else evidence.plain_s
+    result.start = AHEAD if any(r.ahead for r in fixture.runs) else ""
+    if result.start != AHEAD:
+        result.again += " --fresh" if case.service == SPARK else ""
+        result.plain_s = plain_restart_s(fixture) if result.fault == "none" else evidence.plain_s
     result.recovery = next((str(f["verdict"]) for f in result.findings if f["checker"] == "recovery"), "")
 
 
@@ -372,6 +383,7 @@ class Environment:
         template: the user's own pipeline, run by every case.
         source_format: a connector that replaces the one of every queue.
         variant: what the programs of both ends do wrong on purpose; empty: nothing.
+        ahead: runs through Spark are taken by drivers that were started before; else each is a process of its own.
     """
 
     folder: Path
@@ -381,6 +393,8 @@ class Environment:
     template: Template | None = None
     source_format: str | None = None
     variant: str = ""
+    ahead: bool = False
+    drivers: Drivers | None = field(default=None, init=False)
     used: set[str] = field(default_factory=set, init=False)
     _servers: dict[str, brokers.Broker] = field(default_factory=dict, init=False)
 
@@ -388,6 +402,8 @@ class Environment:
         if self.template is not None:
             paths = [str(self.template.folder), self.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
             self.env = {**self.env, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+        if self.ahead:
+            self.drivers = Drivers(self.folder / "drivers", self.env)
 
     def server(self, kind: str) -> brokers.Broker:
         """This environment's server, started on first use; `kind` as named by `delivered_lab.brokers`."""
@@ -401,6 +417,8 @@ class Environment:
         return self._servers[kind]
 
     def close(self) -> None:
+        if self.drivers is not None:
+            self.drivers.close()
         while self._servers:
             kind, server = self._servers.popitem()
             server.kill()
@@ -575,11 +593,12 @@ def _effects(fixture: Fixture, key: str | None, value: str) -> list[str]:
 
 
 def _recoveries(fixture: Fixture) -> list[float]:
-    """From each start after a SIGKILL of the driver to the first effect after it, if it came before the next start."""
+    """From each start after a SIGKILL of the driver to the first effect after it, if it came before the next start.
+    None of a driver that was started ahead: some have a JVM that has run queries before."""
     found = [
         _visible_after(fixture, run, after)
         for run, after in itertools.zip_longest(fixture.runs, fixture.runs[1:])
-        if run.after_kill
+        if run.after_kill and not run.ahead
     ]
     return [s for s in found if s is not None]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from delivered import Guarantee
+from delivered_lab.supervisor import Hit
 from delivered_lab.verify import interference, scripts
 from delivered_lab.verify.fixture import HIT_TIMEOUT_S, Fixture
 from delivered_lab.verify.interference import (
@@ -112,6 +113,7 @@ Harm = Callable[[Fixture, Run, Path], None]
 _MOMENTS = ("before", "after")
 _SMALL_BATCHES = {"rows_per_batch": 50}
 """Most starts complete a batch; the last ones must still find some."""
+_EIGHT_BATCHES = {"rows_per_batch": 150}
 _BEFORE, _RECORDED = ("recover.claim:after", "write.stage:before"), ("log:before", "log:after")
 _BETWEEN = ("write.prepare:after", "commit.decide:after", "commit.apply:before")
 _STORED, _WORKER, _SENDS = "commit.apply:after", "write.prepare:before", "write.prepare:before"
@@ -142,6 +144,7 @@ def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
         *_pairs(guarantee, kind),
         *_soak(guarantee, kind),
         *([everywhere(kind)] if guarantee is EXACTLY and sink in _EVERYWHERE else ()),
+        each_point(guarantee, kind),
     ]
     names = [f.name for f in found]
     if len(set(names)) != len(names):
@@ -527,15 +530,15 @@ def everywhere(kind: SinkKind) -> Fault:
     query that keeps state takes long: these few starts show that it holds at every failure point. Under exactly_once,
     for a sink without two phases, or Kafka.
     """
-    harms = _harms(kind)
-    rules = _replies_lost(kind)
+    harms = _harms(EXACTLY, kind)
+    rules = _replies_lost(EXACTLY, kind)
     server = kind.server is not None
     parts = {
         "F1": tuple(f"producer killed {m} a send" for m in _MOMENTS),
-        "F2": tuple(r.name for r in rules["F2"] for _ in range(r.times)) or harms["F2"][1],
+        "F2": _names(rules["F2"]) or harms["F2"][1],
         "F3": ("broker killed",) if server else (f"kill@{_STORED}",),
         "F4": (f"worker killed@{_WORKER}",),
-        "F5": tuple(r.name for r in rules["F5"] for _ in range(r.times)) or harms["F5"][1],
+        "F5": _names(rules["F5"]) or harms["F5"][1],
         "F6a": tuple(f"kill@{p}" for p in _BEFORE),
         "F6b": tuple(f"kill@{p}" for p in _BETWEEN),
         "F6c": tuple(f"kill@{p}" for p in _RECORDED),
@@ -565,39 +568,97 @@ def everywhere(kind: SinkKind) -> Fault:
     return Fault("killed-everywhere", "F6b", text, script, fires, extra=_SMALL_BATCHES, needs=needs, parts=parts)
 
 
-def _harms(kind: SinkKind) -> Mapping[str, tuple[Harm, tuple[str, ...], str]]:
+def each_point(guarantee: Guarantee, kind: SinkKind) -> Fault:
+    """The same in the fewest starts that reach every failure point once, under any guarantee and for any sink."""
+    write, prepare, decide = (step_name(guarantee, s) for s in ("write", "prepare", "decide"))
+    harms, rules, server = _harms(guarantee, kind), _replies_lost(guarantee, kind), kind.server is not None
+    before, between, recorded = f"{write}:before", f"{prepare}:after", "log:before"
+    stored = _STORED if guarantee is EXACTLY else f"{decide}:after"
+    worker = f"{prepare}:before"
+    parts = {
+        "F1": tuple(f"producer killed {m} a send" for m in _MOMENTS),
+        "F3": ("broker killed",) if server else (f"kill@{stored}",),
+        "F4": (f"worker killed@{worker}",),
+        "F6a": (f"kill@{before}",),
+        "F6b": (f"kill@{between}",),
+        "F6c": (f"kill@{recorded}",),
+        "F8": ("last commit removed",),
+        **{place: fires for place, (_, fires, _) in harms.items()},
+        **{place: _names(lost) for place, lost in rules.items() if lost},
+    }
+
+    def script(fixture: Fixture) -> None:
+        kill_producer(fixture, _MOMENTS, portion=40)
+        _survived(fixture, harms, before)
+        lost = [copy(r) for place in rules.values() for r in place]
+        if lost:
+            fixture.proxy.add(*lost)
+        for where in (between, recorded):
+            _killed(fixture, where)
+        _worker_killed(fixture, worker)
+        if server:
+            _broker_killed_once(fixture, worker)
+        else:
+            _killed(fixture, stored)
+        remove_log_entry(fixture)
+        fixture.drain()
+        if lost:
+            fixture.proxy.clear()
+
+    text = "every failure point once, in few starts: the producer, the network, the server, a worker and the driver"
+    fires = tuple(name for names in parts.values() for name in names)
+    needs = (*((BROKER,) if server else ()), *((PROXY,) if any(rules.values()) else ()))
+    return Fault("each-point", "F6b", text, script, fires, extra=_EIGHT_BATCHES, needs=needs, parts=parts)
+
+
+def _names(rules: Sequence[Rule]) -> tuple[str, ...]:
+    return tuple(r.name for r in rules for _ in range(r.times))
+
+
+def _harms(guarantee: Guarantee, kind: SinkKind) -> Mapping[str, tuple[Harm, tuple[str, ...], str]]:
     """Failure point -> what a run survives, the names that fire, and the step before which it happens."""
-    found: dict[str, tuple[Harm, tuple[str, ...], str]] = {"F7": (start_a_second, ("second driver",), "commit.decide")}
-    if kind.server != KAFKA:
-        found["F5"] = (read_slowly, ("reader slow",), "commit.decide")
+    prepare, decide = (step_name(guarantee, s) for s in ("prepare", "decide"))
+    found: dict[str, tuple[Harm, tuple[str, ...], str]] = {"F7": (start_a_second, ("second driver",), decide)}
+    if kind.server != KAFKA and "F5" not in kind.absent:
+        found["F5"] = (read_slowly, ("reader slow",), decide)
     if kind.shared:
-        found["F2"] = (write_as_others, OTHERS, "commit.apply")
-    elif kind.server is None:
-        found["F2"] = (hold_lock, ("lock held",), "commit.decide")
+        found["F2"] = (write_as_others, OTHERS, "commit.apply" if guarantee is EXACTLY else prepare)
+    elif kind.locks and kind.server is None:
+        found["F2"] = (hold_lock, ("lock held",), decide)
     return found
 
 
-def _replies_lost(kind: SinkKind) -> Mapping[str, tuple[Rule, ...]]:
+def _replies_lost(guarantee: Guarantee, kind: SinkKind) -> Mapping[str, tuple[Rule, ...]]:
     """By failure point; none without a proxy."""
-    lose = NetworkFault.LOSE_REPLY
+    lose, exactly = NetworkFault.LOSE_REPLY, guarantee is EXACTLY
     if kind.server == KAFKA:
-        apis = (Api.INIT_PRODUCER_ID, Api.ADD_PARTITIONS_TO_TXN, Api.PRODUCE, Api.END_TXN)
+        transaction = (Api.INIT_PRODUCER_ID, Api.ADD_PARTITIONS_TO_TXN, Api.PRODUCE, Api.END_TXN)
+        apis = transaction if exactly else (Api.PRODUCE,)
         return {"F2": tuple(Rule(a, lose, skip=1) for a in apis), "F5": (Rule(Api.FETCH, lose, skip=3, times=2),)}
+    if kind.server == PULSAR:
+        commands = (Command.SEND, Command.END_TXN) if exactly else (Command.SEND,)
+        return {"F2": tuple(Rule(c, lose, "delivered" if exactly else "", skip=2) for c in commands), "F5": ()}
     if kind.statements is not None:
-        commits = (Rule("COMMIT", lose, text, skip=1) for text in (kind.statements.rows, DECISION))
-        return {"F2": tuple(commits), "F5": ()}
+        words = kind.statements
+        shard = Rule(words.prepare, lose, skip=1) if kind.two_phase and exactly else Rule("COMMIT", lose, words.rows, 1)
+        return {"F2": (shard, Rule("COMMIT", lose, DECISION, skip=1)), "F5": ()}
+    if kind.sends and "F2" not in kind.absent:
+        return {"F2": (Rule(ANSWERED, lose, skip=12),), "F5": ()}
     return {"F2": (), "F5": ()}
 
 
-def _survived(fixture: Fixture, harms: Mapping[str, tuple[Harm, tuple[str, ...], str]]) -> None:
-    """One start meets each harm in a batch of its own; it is killed in the batch after them."""
+def _survived(
+    fixture: Fixture, harms: Mapping[str, tuple[Harm, tuple[str, ...], str]], end: str = "write.stage:before"
+) -> None:
+    """One start meets each harm in a batch of its own; it is killed at a point of the batch after them."""
     points = [f"{step}:before@batch={n}!wait" for n, (_, _, step) in enumerate(harms.values(), 1)]
-    run = fixture.start(",".join([*points, f"write.stage:before@batch={len(harms) + 1}"]))
+    run = fixture.start(",".join([*points, f"{end}@batch={len(harms) + 1}"]))
     for harm, _, _ in harms.values():
         found = run.wait_hit(HIT_TIMEOUT_S)
         if found is not None:
             harm(fixture, run, found[0])
-    _stopped(fixture, run)
+    if (found := _stopped(fixture, run)) is not None:
+        fixture.fire(f"kill@{end}", pid=found.pid, facts=dict(found.facts))
 
 
 def _broker_killed(fixture: Fixture) -> None:
@@ -609,12 +670,24 @@ def _broker_killed(fixture: Fixture) -> None:
     _stopped(fixture, run)
 
 
-def _worker_killed(fixture: Fixture) -> None:
+def _broker_killed_once(fixture: Fixture, where: str) -> None:
+    """The run may survive or fail; it goes on to the end."""
     for _ in range(TRIES_MAX):
-        run = fixture.start(_WORKER)
+        run = fixture.start(f"{where}!wait")
+        found = run.wait_hit(HIT_TIMEOUT_S)
+        if found is not None:
+            kill_broker(fixture, run, found[0])
+        fixture.end(run)
+        if found is not None:
+            return
+
+
+def _worker_killed(fixture: Fixture, where: str = _WORKER) -> None:
+    for _ in range(TRIES_MAX):
+        run = fixture.start(where)
         found = run.wait_hit(HIT_TIMEOUT_S)
         if found is not None and run.kill_one(found[1].pid):
-            fixture.fire(f"worker killed@{_WORKER}", pid=found[1].pid)
+            fixture.fire(f"worker killed@{where}", pid=found[1].pid)
             fixture.end(run)
             return
         fixture.end(run)
@@ -627,9 +700,11 @@ def _killed(fixture: Fixture, where: str) -> None:
             return
 
 
-def _stopped(fixture: Fixture, run: Run) -> None:
-    """Kill a run at its next point, unless it ended before."""
-    if run.wait_hit(HIT_TIMEOUT_S) is None:
+def _stopped(fixture: Fixture, run: Run) -> Hit | None:
+    """Kill a run at its next point; None: it ended before."""
+    found = run.wait_hit(HIT_TIMEOUT_S)
+    if found is None:
         fixture.end(run)
-    else:
-        fixture.kill(run)
+        return None
+    fixture.kill(run)
+    return found[1]

@@ -16,6 +16,7 @@ import yaml
 
 from delivered import Guarantee
 from delivered_lab import brokers
+from delivered_lab.verify.ahead import Driver, Drivers
 from delivered_lab.verify.evidence import End, Evidence, History, Seen, Stop, sends
 from delivered_lab.verify.producer import Producer
 from delivered_lab.verify.proxy import Fired, Proxy
@@ -34,7 +35,7 @@ from delivered_lab.verify.services import (
 from delivered_lab.verify.systems import at_sink, sink_entries
 from delivered_lab.verify.systems.base import Poll, QueueSource, Row, SinkClient, SourceClient, polling, wait_for
 from delivered_lab.verify.template import Template, row_effect
-from delivered_lab.verify.workloads import TABLE, Record, Workload, records
+from delivered_lab.verify.workloads import MASTER, TABLE, Record, Workload, records
 
 _JOIN_S = 60.0
 _POLL_S = 0.1
@@ -54,6 +55,7 @@ class Setting:
         source_broker: holds the source; None: the source needs no server.
         plain_s: time to the first effect of a plain restart; None: unknown.
         env: for the pipeline's processes.
+        drivers: take the runs; None: each run is a process of its own.
         template: a user's pipeline that replaces the verifier's own.
     """
 
@@ -72,6 +74,7 @@ class Setting:
     plain_s: float | None = None
     env: dict[str, str] = field(default_factory=dict)
     service: Service = SERVICES[SPARK]
+    drivers: Drivers | None = None
     template: Template | None = None
 
 
@@ -182,7 +185,7 @@ class Fixture:
         if s.template is not None:
             own = s.template.filled(source, s.sink.options() | self.extra.get("sink", {}))
             own |= {"pipeline": s.name, "checkpoint": str(self.checkpoint), "trigger": "available_now"}
-            own.setdefault("master", "local[2]")
+            own.setdefault("master", MASTER)
             own |= {k: v for k, v in self.extra.items() if k == "master"} | self.extra.get("pipeline", {})
             path.write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
             return path
@@ -194,7 +197,7 @@ class Fixture:
             "transform": self._transform(),
             "sinks": [sink | self.extra.get("sink", {}) for sink in sink_entries(s.sink)],
             "trigger": self.extra.get("trigger", "available_now"),
-            "master": self.extra.get("master", "local[2]"),
+            "master": self.extra.get("master", MASTER),
         }
         spark = {**s.workload.spark, **self.extra.get("spark", {})}
         if spark:
@@ -228,19 +231,34 @@ class Fixture:
             self.receiving.ready()
         number = len(self.runs) + 1
         s = self.setting
-        command = [*s.service.command(self.pipeline_file(), self.folder, number), *arguments]
+        driver = self._driver(pipeline := self.pipeline_file())
+        log = self.folder / f"run{number}.spark.log"
+        if driver is not None:
+            log.hardlink_to(driver.log)
+        command = [*s.service.command(pipeline, log if driver is None else driver.log), *arguments]
         env = s.env
         if s.workload.table is not None:
             s.workload.table(self.folder / "table", number)
             env = {**env, TABLE: str(self.folder / "table")}
         if self.clock_s:
             env = skewed(env, self.clock_s, self.folder / f"run{number}.clock")
-        run = start(DRIVER, number, self.folder, command, crash, env)
+        run = start(DRIVER, number, self.folder, command, crash, env, driver)
         run.started_s, run.after_kill = self.history.now_s, self._killed
         self._killed = False
         self.runs.append(run)
         self.history.add(run.name, "run", End.STARTED, {"crash": crash, "arguments": arguments})
         return run
+
+    def _driver(self, pipeline: Path) -> Driver | None:
+        """One that was started ahead; None: the run needs a session, or processes, of its own."""
+        drivers = self.setting.drivers
+        data = yaml.safe_load(pipeline.read_text(encoding="utf-8"))
+        if drivers is None or self.clock_s or data.get("spark") or data["master"] != MASTER:
+            return None
+        driver = drivers.take()
+        if driver is not None and data.get("output_mode", "append") != "append":
+            driver.spent = True  # its own process keeps the crash points of its batches
+        return driver
 
     def end(self, run: Run, timeout_s: float = END_TIMEOUT_S) -> str | None:
         """Wait for a run to end by itself; return its error code, None if it succeeded."""
@@ -282,7 +300,8 @@ class Fixture:
 
     def audit(self) -> None:
         """Run `delivered audit`: a second opinion, and the count of given-up records."""
-        self.audited = self.setting.service.audit(self.pipeline_file(), self.folder, self.setting.env)
+        s, pipeline = self.setting, self.pipeline_file()
+        self.audited = s.service.audit(pipeline, self.folder, s.env, self._driver(pipeline))
         self.history.add("audit", "audit", End.OK, {k: self.audited[k] for k in ("verdict", "counts")})
 
     def _record_id(self, record: Record) -> str:

@@ -76,6 +76,7 @@ class Choice:
         sources: feed every sink from each of these, with the faults of a source and a sink; empty: each sink's own
             source, with all faults of a sink.
         workloads: only these; empty: all.
+        fresh: every run through Spark is a process of its own; else drivers that were started before take it.
     """
 
     only: tuple[str, ...] = ()
@@ -89,6 +90,7 @@ class Choice:
     per_place: int | None = None
     sources: tuple[str, ...] = ()
     workloads: tuple[str, ...] = ()
+    fresh: bool = False
 
 
 def cases(choice: Choice) -> list[Case]:
@@ -273,7 +275,8 @@ def run_matrix(
         return ends is not None and time.monotonic() >= ends
 
     def work(number: int) -> None:
-        environment = Environment(folder / f"environment{number}", say, dict(env or {}), template=template)
+        place, ahead = folder / f"environment{number}", choice.service == SPARK and not choice.fresh
+        environment = Environment(place, say, dict(env or {}), template=template, ahead=ahead)
         try:
             while not enough():
                 try:

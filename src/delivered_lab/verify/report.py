@@ -239,7 +239,7 @@ signs[r.verdict] }} {{ r.verdict }}</b> {{ r.place }} {{ r.fault }}, {{ r.worklo
 <div><div id="{{ anchor(r) }}"></div>{% for reason in r.reasons %}<p class="broken">{{ reason }}</p>{% endfor %}
 <p>{{ r.sent }} effects due, {{ r.delivered }} found; {{ r.lost }} lost, {{ r.duplicated }} duplicated
 {%- if r.given_up is not none %}, {{ r.given_up }} given up{% endif %}. {{ r.fired }} faults in {{ r.runs }}
-starts, {{ r.seconds }} s, seed {{ r.seed }}.
+starts{% if r.start %} of drivers that were started ahead{% endif %}, {{ r.seconds }} s, seed {{ r.seed }}.
 {%- for s in r.stops if s.got %} {{ s.when }}: stopped with {{ s.got }}.{% endfor %}
 {%- if r.undelivered %} {{ r.undelivered }} records wait behind the stop.{% endif %}
 {%- if r.recovery_s and r.plain_s %} Back after a kill in at most {{ r.recovery_s | max | round(1) }} s, a plain restart

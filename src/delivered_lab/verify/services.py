@@ -13,10 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -44,6 +44,28 @@ QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"
 """A short-lived JVM starts faster without its second compiler."""
 
 
+class Process(Protocol):
+    """What is asked of a `subprocess.Popen`, and of what stands for one."""
+
+    returncode: Any
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired: it did not end in time."""
+
+    def terminate(self) -> None: ...
+
+
+class Runs(Protocol):
+    """A driver that takes commands of `delivered`."""
+
+    def ask(self, arguments: Sequence[str], environment: Mapping[str, str], output: Path, errors: Path) -> Process: ...
+
+
 @dataclass
 class Run:
     """One start of `delivered run` or `delivered receive`, in a session of its own.
@@ -52,15 +74,17 @@ class Run:
         number: 1 for the first of a case.
         output: file with its output.
         after_kill: started because the previous run was killed.
+        ahead: its driver had been started before.
         role: for display.
     """
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: Process
     crash_folder: Path
     output: Path
     started_s: float = 0.0
     after_kill: bool = False
+    ahead: bool = False
     role: str = DRIVER
     _known: set[Path] = field(default_factory=set)
 
@@ -117,7 +141,7 @@ class Run:
 
     def kill(self) -> int:
         """SIGKILL the driver, its JVM and its workers; return the number of processes. May be called again."""
-        killed = kill_tree(self.process.pid)
+        killed = kill_tree(self.process.pid) if self.lives else 0
         self.process.wait()
         return killed
 
@@ -161,31 +185,45 @@ class Run:
 
 
 def start(
-    role: str, number: int, folder: Path, command: list[str], crash: str = "", env: Mapping[str, str] | None = None
+    role: str,
+    number: int,
+    folder: Path,
+    command: list[str],
+    crash: str = "",
+    env: Mapping[str, str] | None = None,
+    driver: Runs | None = None,
 ) -> Run:
     """Start a driver or a receiver.
 
     Args:
         folder: of the case; receives the run's output and crash points.
         crash: crash points, as in DELIVERED_CRASH.
+        driver: that takes the command; None: a process of its own.
     """
     name = f"{'run' if role == DRIVER else role}{number}"
     crash_folder, output = folder / f"{name}.hits", folder / f"{name}.log"
     crash_folder.mkdir(exist_ok=True)
-    variables = {**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, "PYTHONUNBUFFERED": "1", **(env or {})}
-    variables.pop(CRASH, None)
-    if crash:
-        variables |= {CRASH: crash, CRASH_DIR: str(crash_folder)}
+    points = {CRASH: crash, CRASH_DIR: str(crash_folder)} if crash else {}
+    if driver is not None:
+        taken = driver.ask(command[len(DELIVERED) :], {**(env or {}), **points}, output, output)
+        return Run(number, taken, crash_folder, output, ahead=True, role=role)
     with output.open("wb") as out:
         process = subprocess.Popen(
             command,
-            env=variables,
+            env=variables(env) | points,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     return Run(number, process, crash_folder, output, role=role)
+
+
+def variables(env: Mapping[str, str] | None) -> dict[str, str]:
+    """Of a process of the product, without crash points."""
+    found = {**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, "PYTHONUNBUFFERED": "1", **(env or {})}
+    found.pop(CRASH, None)
+    return found
 
 
 def skewed(env: Mapping[str, str], seconds: int, read: Path) -> dict[str, str]:
@@ -205,42 +243,53 @@ def skewed(env: Mapping[str, str], seconds: int, read: Path) -> dict[str, str]:
 
 def _asked(command: list[str], log: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
     """The JSON output of a product command. Raises VerifierError: it printed none."""
-    variables = {**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, **(env or {})}
     with log.open("wb") as errors:
         done = subprocess.run(
             command,
-            env=variables,
+            env=variables(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
             timeout=AUDIT_TIMEOUT_S,
             check=False,
         )
+    return _report(done.stdout, " ".join(command[1:4]), done.returncode, log)
+
+
+def _report(output: bytes, command: str, exit_code: int, log: Path) -> dict[str, Any]:
+    """Raises VerifierError: the output is none."""
     try:
-        report: dict[str, Any] = json.loads(done.stdout)
+        report: dict[str, Any] = json.loads(output)
     except ValueError:
         end = log.read_text(encoding="utf-8", errors="replace")[-500:]
-        raise VerifierError(
-            "AUDIT_FAILED", command=" ".join(command[1:4]), exit_code=done.returncode, output=end
-        ) from None
+        raise VerifierError("AUDIT_FAILED", command=command, exit_code=exit_code, output=end) from None
     return report
 
 
-def _spark_command(pipeline: Path, folder: Path, number: int) -> list[str]:
-    return [*DELIVERED, "run", str(pipeline), "--spark-log", str(folder / f"run{number}.spark.log")]
+def _spark_command(pipeline: Path, spark_log: Path) -> list[str]:
+    return [*DELIVERED, "run", str(pipeline), "--spark-log", str(spark_log)]
 
 
-def _spark_audit(pipeline: Path, folder: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
-    log = str(folder / "audit.spark.log")
-    command = [*DELIVERED, "audit", str(pipeline), "--output", "json", "--spark-log", log]
-    return _asked(command, folder / "audit.log", env)
+def _spark_audit(
+    pipeline: Path, folder: Path, env: Mapping[str, str] | None, driver: Runs | None = None
+) -> dict[str, Any]:
+    command = [*DELIVERED, "audit", str(pipeline), "--output", "json"]
+    command += ["--spark-log", str(folder / "audit.spark.log")]
+    log, output = folder / "audit.log", folder / "audit.json"
+    if driver is None:
+        return _asked(command, log, env)
+    task = driver.ask(command[len(DELIVERED) :], env or {}, output, log)
+    code = task.wait(AUDIT_TIMEOUT_S)
+    return _report(output.read_bytes(), "audit", code, log)
 
 
-def _engine_command(pipeline: Path, *_: object) -> list[str]:
+def _engine_command(pipeline: Path, _: Path | None = None) -> list[str]:
     return [sys.executable, "-m", LOOP_MODULE, str(pipeline)]
 
 
-def _engine_accounts(pipeline: Path, folder: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
+def _engine_accounts(
+    pipeline: Path, folder: Path, env: Mapping[str, str] | None, _: Runs | None = None
+) -> dict[str, Any]:
     """Without Spark there is no audit job, but the ledger still has the count of given-up records."""
     counts = _asked([*_engine_command(pipeline), "--accounts"], folder / "audit.log", env)
     return {"verdict": None, "counts": counts}
@@ -251,14 +300,14 @@ class Service:
     """What runs a pipeline.
 
     Attributes:
-        command: (pipeline file, the case's folder, number of the run) -> what to start.
-        audit: (pipeline file, the case's folder, env) -> the product's own account.
+        command: (pipeline file, file for Spark's log) -> what to start.
+        audit: (pipeline file, the case's folder, env, a driver that takes it) -> the product's own account.
         sql: whether it can run a transform in SQL or over DataFrames.
     """
 
     name: str
-    command: Callable[[Path, Path, int], list[str]]
-    audit: Callable[[Path, Path, Mapping[str, str] | None], dict[str, Any]]
+    command: Callable[[Path, Path], list[str]]
+    audit: Callable[[Path, Path, Mapping[str, str] | None, Runs | None], dict[str, Any]]
     sql: bool
 
     def can_run(self, workload: Workload) -> bool:

@@ -26,6 +26,8 @@ TABLE = "DELIVERED_VERIFY_TABLE"
 POISON = "poison"
 WINDOW_S, WATERMARK_S, WINDOWS = 20, 100, 36
 """In event time, which is the record's number in seconds: 36 windows end at 720, and records go on until 1,200."""
+MASTER = "local[2]"
+"""Of a pipeline's Spark, unless a fault needs another one."""
 STAGE_RERUNS = "spark.delivered_lab.verify.stageReruns"
 """Of a pipeline's Spark settings, in the loop: a failed task is numbered 0 again, as in a new attempt of its stage."""
 _RANGE = 300
