@@ -121,6 +121,9 @@ def _end_what_is_left(kept: set[int]) -> None:
         with suppress(psutil.NoSuchProcess):
             p.kill()
     wait_dead(left)
+    for p in left:
+        with suppress(ChildProcessError):  # an orphan that became a child
+            os.waitpid(p.pid, os.WNOHANG)
 
 
 def _answer(answers: IO[str], **values: Any) -> None:

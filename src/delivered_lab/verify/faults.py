@@ -657,8 +657,8 @@ def _survived(
         found = run.wait_hit(HIT_TIMEOUT_S)
         if found is not None:
             harm(fixture, run, found[0])
-    if (found := _stopped(fixture, run)) is not None:
-        fixture.fire(f"kill@{end}", pid=found.pid, facts=dict(found.facts))
+    if (last := _stopped(fixture, run)) is not None:
+        fixture.fire(f"kill@{end}", pid=last.pid, facts=dict(last.facts))
 
 
 def _broker_killed(fixture: Fixture) -> None:
