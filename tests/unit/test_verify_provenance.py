@@ -12,7 +12,7 @@ import docs.verified as published
 import pytest
 
 from delivered_lab.verify import matrix, provenance
-from delivered_lab.verify.case import Case, Result
+from delivered_lab.verify.case import AHEAD, Case, Result
 from delivered_lab.verify.matrix import Choice, Store, read_cases
 from delivered_lab.verify.services import ENGINE, SPARK
 from delivered_lab.verify.systems import KAFKA, SQLITE
@@ -136,6 +136,23 @@ def test_cells_that_are_published_of_this_code_run_last(verdicts: list[str], tmp
     known = {r.key: r for r in (current, older)}
     ran = matrix.run_matrix(choice, Store(tmp_path / "v.json"), tmp_path / "cases", known=known)
     assert [r.key for r in ran] == [c.key for c in (*todo[1:], todo[0])]
+
+
+def test_a_run_by_drivers_that_were_started_ahead_says_so_and_keeps_what_fresh_starts_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published, "STORED", tmp_path / "verified.json")
+    for start, plain_s, recovery_s in (("", 4.0, [5.0]), (AHEAD, None, []), ("", 6.0, [7.0])):
+        one = result()
+        one.service, one.start, one.plain_s, one.recovery_s = SPARK, start, plain_s, recovery_s
+        one.record([])
+        store = Store(tmp_path / f"v{plain_s}.json")
+        store.add(one)
+        published.store([store.path])
+        (cell,) = published.load()
+        assert cell.get("start", "") == start
+        assert (cell["plain_s"], cell["recovery_s"]) == ((6.0, [7.0]) if plain_s == 6.0 else (4.0, [5.0]))
+        assert f"In {int(bool(start))} cells" in "\n".join(published.runs([cell]))
 
 
 def test_what_is_published_keeps_each_run_once(
