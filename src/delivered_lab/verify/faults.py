@@ -641,9 +641,10 @@ def _replies_lost(guarantee: Guarantee, kind: SinkKind) -> Mapping[str, tuple[Ru
     if kind.statements is not None:
         words = kind.statements
         shard = Rule(words.prepare, lose, skip=1) if kind.two_phase and exactly else Rule("COMMIT", lose, words.rows, 1)
-        return {"F2": (shard, Rule("COMMIT", lose, DECISION, skip=1)), "F5": ()}
+        # Tables of the ledger and claims name it, too: a later one decides.
+        return {"F2": (shard, Rule("COMMIT", lose, DECISION, skip=4)), "F5": ()}
     if kind.sends and "F2" not in kind.absent:
-        return {"F2": (Rule(ANSWERED, lose, skip=12),), "F5": ()}
+        return {"F2": (Rule(ANSWERED, lose, skip=30),), "F5": ()}
     return {"F2": (), "F5": ()}
 
 
