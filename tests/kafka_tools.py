@@ -9,6 +9,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
 from kafka.admin import KafkaAdminClient
+from kafka.errors import KafkaError
 
 _ENDING = ("PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 
@@ -70,12 +71,22 @@ def wait_for_markers(bootstrap: str) -> None:
     admin = KafkaAdminClient(bootstrap_servers=bootstrap)
     try:
         deadline = time.monotonic() + 60
-        while ending := [t for ts in admin.list_transactions(state_filters=_ENDING).values() for t in ts]:
+        while ending := _listed(admin):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"still ending: {ending}")
             time.sleep(0.02)
     finally:
         admin.close()
+
+
+def _listed(admin: KafkaAdminClient) -> list[Any]:
+    """The transactions that are ending, or the error of a coordinator that still loads its log after a restart."""
+    try:
+        return [t for ts in admin.list_transactions(state_filters=_ENDING).values() for t in ts]
+    except KafkaError as error:
+        if not error.retriable:
+            raise
+        return [error]
 
 
 def make_topic_anew(kafka: Any, topic: str, partitions: int) -> None:

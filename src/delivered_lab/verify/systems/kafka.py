@@ -23,6 +23,7 @@ from delivered_lab.verify.systems.base import (
     SourcePlace,
     System,
     as_text,
+    wait_for,
 )
 from delivered_lab.verify.workloads import PARTITIONS, Record
 
@@ -165,6 +166,7 @@ class Topic:
     def open_transactions(self, pipeline: str) -> list[str]:
         """Partitions where committed readers cannot reach the end, and the pipeline's open transactions."""
         from kafka.admin import KafkaAdminClient
+        from kafka.errors import KafkaError
 
         stable, high = self.ends(), self.ends(committed=False)
         blocked = [
@@ -172,9 +174,19 @@ class Topic:
             for name, p in stable
             if stable[name, p] < high[name, p]
         ]
+        listed: list[Any] = []
+
+        def answered() -> bool:
+            try:
+                listed.append(admin.list_transactions(state_filters=["Ongoing"]))
+            except KafkaError as error:  # a coordinator reads its log for a while after a restart
+                if not error.retriable:
+                    raise
+            return bool(listed)
+
         admin = KafkaAdminClient(bootstrap_servers=self.bootstrap)
         try:
-            listed = admin.list_transactions(state_filters=["Ongoing"])
+            wait_for(answered, ANSWER_TIMEOUT_S, f"transactions of {self.bootstrap}")
         finally:
             admin.close()
         return blocked + [str(t) for t in _flat(listed) if f".{pipeline}." in str(t)]
