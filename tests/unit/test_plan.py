@@ -233,6 +233,24 @@ def test_no_sink_is_refused() -> None:
     assert refusal.code == "SINKS_NONE"
 
 
+_OF_TRANSACTIONS = ("transaction", "read_committed", "open, readers", "max_prepared", "some shards", "exactly_once:")
+
+
+@pytest.mark.parametrize("guarantee", [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE])
+@pytest.mark.parametrize("sink", support.SINKS, ids=lambda s: s.label)
+def test_a_plan_has_no_bounds_of_other_guarantees(sink: support.Example, guarantee: Guarantee) -> None:
+    """And a sink that only sends says what every guarantee assumes of it."""
+    plan = support.plan(support.SOURCES[0], sink, guarantee)
+    if isinstance(plan, Refusal):
+        return
+    assert not [line for line in plan.limits if any(word in line for word in _OF_TRANSACTIONS)]
+    capability = find_sink(sink.system, sink.options).capability()
+    if capability.commit is Commit.NONE:
+        assert capability.assumes
+        assert set(capability.assumes) <= set(plan.assumptions)
+    assert (capability.repeats in plan.limits) is (guarantee is Guarantee.AT_LEAST_ONCE and bool(capability.repeats))
+
+
 @pytest.mark.parametrize("name", [n for n, r in PLANS.items() if len(r.sinks) > 1])
 def test_order_of_several_sinks_is_told(name: str) -> None:
     """P27: which sink decides, and that readers of two sinks do not see a batch at one moment."""

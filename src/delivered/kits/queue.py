@@ -94,7 +94,7 @@ class MessageSink(SendingSink):
 
 
 def sends(
-    system: str, *, mechanism: str, send: str, assumes: Sequence[str], limits: Sequence[str], **more: Any
+    system: str, *, mechanism: str, send: str, assumes: Sequence[str], limits: Sequence[str] = (), **more: Any
 ) -> SinkCapability:
     """Capability of a sink that only sends, without two-phase commit.
 

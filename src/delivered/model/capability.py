@@ -186,8 +186,10 @@ class SinkCapability:
         no_position: why an audit reads all of this sink each time (`BoundedScan.position`); empty: it continues where
             the last one stopped.
         records: as of a source, how they are written.
-        assumes: what exactly_once assumes of the sink and its readers.
-        limits: bounds to print with the plan.
+        assumes: what exactly_once assumes of the sink and its readers; of a sink without it, what any guarantee does.
+        limits: bounds of every guarantee, to print with the plan.
+        transaction_limits: bounds of exactly_once alone.
+        repeats: how readers detect a record that at_least_once wrote twice; empty: they cannot.
     """
 
     system: str
@@ -210,6 +212,20 @@ class SinkCapability:
     records: str = ""
     assumes: tuple[str, ...] = ()
     limits: tuple[str, ...] = field(default=())
+    transaction_limits: tuple[str, ...] = ()
+    repeats: str = ""
+
+    def assumed_under(self, guarantee: Guarantee) -> tuple[str, ...]:
+        return self.assumes if guarantee is Guarantee.EXACTLY_ONCE or self.commit is Commit.NONE else ()
+
+    def limits_under(self, guarantee: Guarantee) -> tuple[str, ...]:
+        match guarantee:
+            case Guarantee.EXACTLY_ONCE:
+                return (*self.transaction_limits, *self.limits)
+            case Guarantee.AT_LEAST_ONCE:
+                return (*((self.repeats,) if self.repeats else ()), *self.limits)
+            case _:
+                return self.limits
 
     def why_read_again(self, *, dedup: bool) -> str:
         """Why every audit reads all of this sink; empty: it continues where the last one stopped.

@@ -91,9 +91,9 @@ def _promises(request: Request) -> list[float]:
 
 def _assumptions(request: Request) -> list[str]:
     lines = list(dict.fromkeys(a for s in request.sources for a in s.capability.assumes))
+    lines.extend(dict.fromkeys(a for s in request.sinks for a in s.capability.assumed_under(request.guarantee)))
     match request.guarantee:
         case Guarantee.EXACTLY_ONCE:
-            lines.extend(dict.fromkeys(a for s in request.sinks for a in s.capability.assumes))
             lines.extend(_same_rows(request))
             lines.extend(_one_row_per_key(request))
         case Guarantee.AT_LEAST_ONCE:
@@ -197,7 +197,7 @@ def _every_sink(request: Request) -> str:
 
 def _limits(request: Request) -> list[str]:
     exactly_once = request.guarantee is Guarantee.EXACTLY_ONCE
-    limits = list(dict.fromkeys(limit for s in request.sinks for limit in s.capability.limits))
+    limits = list(dict.fromkeys(li for s in request.sinks for li in s.capability.limits_under(request.guarantee)))
     timeouts = [p for s in request.sinks if (p := s.capability.prepared_timeout_s) is not None]
     if exactly_once:
         if timeouts:

@@ -125,11 +125,9 @@ class ActivemqSink(MessageSink):
             mechanism="receipts",
             send=f"activemq {options.queue}: persistent, with a receipt for each message",
             assumes=(f"the ledger {options.ledger} is kept with the checkpoint",),
-            limits=(
-                f"the header {options.id_header} is the same in a replayed batch (unless a column message_id "
-                "overrides it), so consumers can detect duplicates",
-                *((_DROPS,) if drops else ()),
-            ),
+            limits=(_DROPS,) if drops else (),
+            repeats=f"the header {options.id_header} is the same in a replayed batch (unless a column message_id "
+            "overrides it), so consumers can detect duplicates",
         )
 
     def _look(self, guarantee: Guarantee) -> Iterator[Finding]:

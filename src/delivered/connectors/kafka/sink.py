@@ -52,7 +52,7 @@ class KafkaSink(Sink):
                 f"{timeout} s after its first record)",
                 "min.insync.replicas replicas are never lost together, of the topic or of Kafka's internal topics",
             ),
-            limits=(
+            transaction_limits=(
                 f"a batch must be written and decided within {timeout} s (transactionTimeout)",
                 "readers may see some shards of a batch about 20 ms before the others",
                 "while a batch is open, read_committed readers of its partitions wait",

@@ -83,15 +83,15 @@ class PulsarSink(MessageSink):
                 "a replayed batch gives the same rows (only needed if the query keeps state or a transaction expired: "
                 f"{timeout_s:,} s after it was opened)",
             ),
-            limits=(
-                "exactly_once: brokers have transactionCoordinatorEnabled=true",
-                f"exactly_once: a batch must be decided, and applied by a start, within {timeout_s:,} s "
-                "(transactionTimeout); after that its shards are written again from the source",
-                "exactly_once: while a batch is open, readers of its partitions wait for what was sent behind it; "
-                "readers may see some shards of a batch before the others",
-                "at_least_once: a replayed batch with the same rows in the same order has the same properties "
-                "delivered.id, so that readers can detect duplicates",
+            transaction_limits=(
+                "brokers have transactionCoordinatorEnabled=true",
+                f"a batch must be decided, and applied by a start, within {timeout_s:,} s (transactionTimeout); after "
+                "that its shards are written again from the source",
+                "while a batch is open, readers of its partitions wait for what was sent behind it; readers may see "
+                "some shards of a batch before the others",
             ),
+            repeats="a replayed batch with the same rows in the same order has the same properties delivered.id, so "
+            "that readers can detect duplicates",
         )
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:

@@ -246,10 +246,8 @@ class RabbitmqSink(MessageSink):
                 f"the ledger {self.options.ledger} is kept as long as the checkpoint",
                 "queues behind the exchange are durable",
             ),
-            limits=(
-                "a replayed batch has the same message_id (unless a column message_id sets it), so that consumers "
-                "can detect duplicates",
-            ),
+            repeats="a replayed batch has the same message_id (unless a column message_id sets it), so that consumers "
+            "can detect duplicates",
         )
 
     def _look(self, guarantee: Guarantee) -> Sequence[Finding]:

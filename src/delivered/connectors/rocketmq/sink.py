@@ -86,11 +86,9 @@ class RocketmqSink(MessageSink):
                 f"the ledger {options.ledger} is kept as long as the checkpoint",
                 "brokers do not lose confirmed messages (flushDiskType, replicas)",
             ),
-            limits=(
-                "a replayed batch has the same message_id, also among the keys (unless a column message_id sets it), "
-                "so that receivers can detect duplicates",
-                *order,
-            ),
+            limits=order,
+            repeats="a replayed batch has the same message_id, also among the keys (unless a column message_id sets "
+            "it), so that receivers can detect duplicates",
         )
 
     def _two_phase(self) -> SinkCapability:
@@ -116,14 +114,14 @@ class RocketmqSink(MessageSink):
                 "no other producer connects with a group that starts with delivered_: brokers would let it end this "
                 "sink's half messages",
             ),
-            limits=(
+            transaction_limits=(
                 "each record is in the topic once; as always, messages that a group does not acknowledge in time are "
                 "redelivered to it, with the same message_id, which is also among the keys",
                 "transaction checks of brokers, at most transactionCheckMax (15), get no answer: the driver ends half "
                 "messages, or the next driver by the decision, also after the last check (measured with 5.5.0)",
                 f"a start after a crash during apply waits {SETTLE_S:.0f} s, then looks the batch up in the topic",
-                "readers may see some rows of a shard before others, in any order",
             ),
+            limits=("readers may see some rows of a shard before others, in any order",),
         )
 
     def _look(self, guarantee: Guarantee) -> Sequence[Finding]:

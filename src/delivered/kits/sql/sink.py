@@ -174,7 +174,8 @@ class ServerSink(DatabaseSink):
                 apply=terms.moved,
                 batch_atomic=True,
                 assumes=(*terms.assumes, *self._assumed),
-                limits=("rows are written twice: staged, then moved", HISTORY, *self._bounds),
+                transaction_limits=("rows are written twice: staged, then moved",),
+                limits=(HISTORY, *self._bounds),
                 **common,
             )
         return SinkCapability(
@@ -190,18 +191,17 @@ class ServerSink(DatabaseSink):
                 "no two shards of a batch write the same value of a unique key",
                 *self._assumed,
             ),
-            limits=(
+            transaction_limits=(
                 *terms.limits,
                 "readers may see some shards of a batch a few ms before the others",
                 f"prepared rows of a pipeline that never restarts {terms.holds}: `delivered transactions list` "
                 "shows them and their age",
-                HISTORY,
-                *self._bounds,
                 *(
                     ("a row is judged by the table's content when its shard is prepared",)
                     * self.options.write.conditional
                 ),
             ),
+            limits=(HISTORY, *self._bounds),
             **common,
         )
 
