@@ -262,6 +262,7 @@ def test_two_sinks_of_a_pipeline_share_the_topic_and_nothing_else(rig: Rig) -> N
         led.close()
 
 
+@pytest.mark.matrix
 def test_a_driver_that_died_while_deciding_blocks_no_other_pipeline(
     kafka: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ def _read_tls(kafka: Any, protocol: str, topic: str, **options: str) -> list[byt
     return values(read_all(source(place, {"kafka.security.protocol": protocol, **given}, subscribe=topic)))
 
 
+@pytest.mark.matrix
 def test_tls_and_scram_and_permissions(
     new_kafka: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,

@@ -46,6 +46,7 @@ def ledger_of(rig: Rig) -> str:
     return ledger_topic(rig.scope, None)
 
 
+@pytest.mark.matrix
 def test_a_rolling_restart_ends_no_query(cluster: ThreeBrokers, rig: Rig) -> None:
     with running(rig):
         cluster.roll()

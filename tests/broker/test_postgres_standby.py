@@ -57,6 +57,7 @@ def test_a_decision_waits_for_a_standby_that_stands_still_and_names_it(
     judge(pair.primary, table, running.stop())
 
 
+@pytest.mark.matrix
 def test_a_wait_for_a_dead_standby_ends_unknown_and_the_next_start_finishes_the_batch(
     new_postgres_pair: Callable[..., PostgresPair], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,14 +77,15 @@ def single(
     several: tuple[Commit, ...] = (),
     *,
     stages_rerun: bool = False,
+    nth_max: int = NTH_MAX,
 ) -> Iterator[tuple[Scenario, Sim]]:
-    """Run one crash at each point and occurrence; yields only runs in which it was hit."""
+    """Run one crash at each point and occurrence, up to the `nth_max`-th; yields only runs in which it was hit."""
     for point in points():
         if (how == "zombie_task" or stages_rerun) and role(point) is not Role.TASK:
             continue
         for decided_first, expired in _beginnings(guarantee, commit, how.startswith("zombie")):
             base = Scenario(guarantee, commit, (), decided_first, expired, several, stages_rerun)
-            yield from _occurrences(base, point, how)
+            yield from _occurrences(base, point, how, nth_max)
 
 
 def _beginnings(guarantee: Guarantee, commit: Commit, zombie: bool) -> list[tuple[bool, bool]]:
@@ -104,12 +105,12 @@ def resumes(guarantee: Guarantee) -> list[str]:
     ]
 
 
-def _occurrences(base: Scenario, point: str, how: str) -> Iterator[tuple[Scenario, Sim]]:
+def _occurrences(base: Scenario, point: str, how: str, nth_max: int) -> Iterator[tuple[Scenario, Sim]]:
     zombie = how.startswith("zombie")
     # How a sink commits is irrelevant under the weaker guarantees: test them once.
     plain = base.commit is Commit.ONE_TRANSACTION and base.guarantee is not Guarantee.EXACTLY_ONCE
     most = (1 if plain else ZOMBIE_NTH_MAX) if zombie else NTH_MAX
-    for nth in range(1, most + 1):
+    for nth in range(1, min(most, nth_max) + 1):
         hit = False
         for resume, same in itertools.product(resumes(base.guarantee), (False, True)) if zombie else [(END, False)]:
             if same and (how == "zombie_task" or nth > 1 or base.decided_first):

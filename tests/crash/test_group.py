@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from tests.crash.group_sim import BOTH_PREPARE, LAST_RESOURCE, GroupSim
-from tests.crash.scenarios import expected_points, judge, pairs, single
+from tests.crash.scenarios import NTH_MAX, expected_points, judge, pairs, single
 from tests.crash.sim import HOWS, Checkpoint, Crash, Driver, again, codes, other_rows
-from tests.support.sweeps import sweep
+from tests.support.sweeps import occurrences, sweep
 
 from delivered.engine import shard
 from delivered.engine.context import Committers
@@ -35,6 +35,7 @@ KEPT = {"both prepare": {"zombie", "zombie_task"}, "last resource": {"kill", "zo
 """Run by `make test`, which sweeps the weaker guarantees over memory and SQLite; pairs of crashes kill both groups."""
 
 
+@occurrences(NTH_MAX)
 @pytest.mark.parametrize(
     ("group", "guarantee", "how"),
     sweep(
@@ -49,10 +50,10 @@ KEPT = {"both prepare": {"zombie", "zombie_task"}, "last resource": {"kill", "zo
         lambda group, guarantee, how: guarantee is Guarantee.EXACTLY_ONCE and how in KEPT[group],
     ),
 )
-def test_one_crash_at_every_point(group: str, guarantee: Guarantee, how: str) -> None:
+def test_one_crash_at_every_point(group: str, guarantee: Guarantee, how: str, nth_max: int) -> None:
     hit: set[str] = set()
     wrong: list[str] = []
-    for scenario, sim in single(guarantee, Commit.TWO_PHASE, how, GROUPS[group]):
+    for scenario, sim in single(guarantee, Commit.TWO_PHASE, how, GROUPS[group], nth_max=nth_max):
         hit.add(scenario.crashes[0][0])
         wrong += judge((scenario, sim))
     assert wrong == []

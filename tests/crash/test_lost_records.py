@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from tests.crash.group_sim import GroupSim
 from tests.crash.sim import Crash, Sim, again, codes, other_rows, points
+from tests.support.sweeps import occurrences
 
 from delivered.audit.evidence import Counts, breaches, check_history
 from delivered.engine.decide import LOST
@@ -19,7 +20,6 @@ from delivered.model.work import Tolerance
 EXACTLY = Guarantee.EXACTLY_ONCE
 GONE = {b"0-0", b"0-1", b"1-0"}
 ACCEPTED = Tolerance(lost_records=True)
-NTH_MAX = 4
 
 
 def retained(batch: pa.RecordBatch, run: int) -> pa.RecordBatch:
@@ -77,13 +77,14 @@ def test_other_rows_are_never_given_up() -> None:
     assert sim.visible() == {}
 
 
+@occurrences(3)
 @pytest.mark.parametrize("how", ["tree", "fail"])
 @pytest.mark.parametrize("group", [False, True], ids=["one sink", "two sinks"])
-def test_crash_at_every_point_while_missing_records_are_given_up(group: bool, how: str) -> None:
+def test_crash_at_every_point_while_missing_records_are_given_up(group: bool, how: str, nth_max: int) -> None:
     """Prepared rows expire at each restart, too."""
     wrong, hit = [], set()
     for point in points():
-        for nth in range(1, NTH_MAX):
+        for nth in range(1, nth_max + 1):
             sim, crash = expired(group), Crash(point, nth, how)
             sim.starts_max = 8
             again(sim, crashes=(crash,), tolerance=ACCEPTED)

@@ -288,6 +288,7 @@ def test_broken_engine_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert not [e for sim in sims for e in sim.errors if isinstance(e, TypeError | AttributeError)]
 
 
+@pytest.mark.matrix
 def test_epochs_of_plans_hold_without_grants(monkeypatch: pytest.MonkeyPatch) -> None:
     """What finds that plans of an older claim pass is clean as long as they do not."""
     every_attempt_may_send(monkeypatch)

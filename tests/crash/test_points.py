@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import pytest
-from tests.crash.scenarios import CASES, Scenario, expected_points, judge, pairs, single
+from tests.crash.scenarios import CASES, NTH_MAX, Scenario, expected_points, judge, pairs, single
 from tests.crash.sim import HOWS, points, role
-from tests.support.sweeps import sweep
+from tests.support.sweeps import occurrences, sweep
 
 from delivered.model.capability import Commit, Guarantee
 from delivered.model.step import Role
 
 
+@occurrences(NTH_MAX)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(
     ("guarantee", "commit"),
     # How a sink commits is irrelevant under the weaker guarantees.
     sweep(CASES, lambda guarantee, commit: guarantee is Guarantee.EXACTLY_ONCE or commit is Commit.TWO_PHASE),
 )
-def test_one_crash_at_every_point(guarantee: Guarantee, commit: Commit, how: str) -> None:
+def test_one_crash_at_every_point(guarantee: Guarantee, commit: Commit, how: str, nth_max: int) -> None:
     hit: set[str] = set()
     wrong: list[str] = []
-    for scenario, sim in single(guarantee, commit, how):
+    for scenario, sim in single(guarantee, commit, how, nth_max=nth_max):
         hit.add(scenario.crashes[0][0])
         wrong += judge((scenario, sim))
     assert wrong == []
     assert hit == expected_points(guarantee, how)
 
 
+@occurrences(NTH_MAX)
 @pytest.mark.parametrize("how", ["kill", "fail", "zombie_task"])
 @pytest.mark.parametrize("guarantee", Guarantee)
-def test_one_crash_of_a_task_whose_stage_reruns(guarantee: Guarantee, how: str) -> None:
+def test_one_crash_of_a_task_whose_stage_reruns(guarantee: Guarantee, how: str, nth_max: int) -> None:
     """P31: the attempt that follows is numbered 0 again, and the first one may still be running."""
-    runs = list(single(guarantee, Commit.TWO_PHASE, how, stages_rerun=True))
+    runs = list(single(guarantee, Commit.TWO_PHASE, how, stages_rerun=True, nth_max=nth_max))
     assert [w for run in runs for w in judge(run)] == []
     assert {s.crashes[0][0] for s, _ in runs} == {p for p in expected_points(guarantee, how) if role(p) is Role.TASK}
 

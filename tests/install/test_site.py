@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from docs.site import SITE, build
 from tools.chromium import browser
 
@@ -17,6 +18,7 @@ _FIRST = {
 """What a reader searches for -> the page that must come first."""
 
 
+@pytest.mark.matrix
 def test_the_site_builds_and_its_search_works_from_disk_without_another_host() -> None:
     assert build() == []
     with browser() as chromium:

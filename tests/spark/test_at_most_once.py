@@ -67,6 +67,7 @@ def _counted(folder: Path) -> tuple[int, int]:
     return rows, last.given_up.count
 
 
+@pytest.mark.matrix
 def test_executors_that_do_not_reach_the_driver_are_noticed_before_the_start(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def few_partitions(spark: SparkSession) -> Any:
     spark.conf.set("spark.sql.shuffle.partitions", before)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", sweep(CASES, lambda name: name == "complete"))
 def test_a_wrong_key_is_found_in_its_share_and_in_no_other(spark: SparkSession, tmp_path: Path, name: str) -> None:
     """Of text, key 7 is in share 5 of 5; of a decimal, the text of the row's identity decides."""

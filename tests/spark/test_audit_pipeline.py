@@ -255,6 +255,7 @@ def feed(folder: Path, first: int, count: int, name: str = "versions", key: str 
     append(str(folder / f"log-{name}"), rows, partition_by=2)
 
 
+@pytest.mark.matrix
 def test_a_transform_that_changed_over_a_restart(spark: SparkSession, tmp_path: Path) -> None:
     """Once: 43,000 lost and 43,000 that nobody sent, for good. What ran with the former SQL is known by the ledger."""
     before, now = versioned(tmp_path, SQL_OF_BEFORE), versioned(tmp_path, SQL_NOW)

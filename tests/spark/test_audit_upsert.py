@@ -149,6 +149,7 @@ def test_without_version_it_says_why_it_cannot_tell(spark: SparkSession, ran: Pa
     assert any("AUDIT_ORDER" in reason and "versionColumn" in reason for reason in report.unknowns), report.unknowns
 
 
+@pytest.mark.matrix
 def test_of_mode_insert_a_row_that_stood_there_before_is_not_altered(spark: SparkSession, tmp_path: Path) -> None:
     """One key stood there, one breaks a constraint: by the ledger's counts both are accounted for, and no third one."""
     insert = {"mode": "insert", "keyColumns": "id", "onConstraint": "dead_letter"}

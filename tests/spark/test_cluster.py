@@ -64,6 +64,7 @@ def test_a_cluster_worker_killed_in_mid_batch_changes_nothing(kafka: Kafka, tmp_
     assert Counter(m.value() for m in read_committed(kafka.bootstrap, sink)) == sent
 
 
+@pytest.mark.matrix
 def test_jobs_over_spark_connect(kafka: Kafka, tmp_path: Path) -> None:
     source, sink = kafka.topic(2), kafka.topic(2)
     sent = _fill(kafka, source, OVER_CONNECT)

@@ -53,6 +53,7 @@ def records(file: Path) -> int:
     return 0 if found.last is None else found.last.total.counts.delivered
 
 
+@pytest.mark.matrix
 def test_a_running_pipeline_seals_what_it_delivers_and_both_stop_together(tmp_path: Path) -> None:
     file = written(tmp_path, audit={"every": "1 s", "share": "100 %"})
     with running("run", str(file), "--output", "json") as process:

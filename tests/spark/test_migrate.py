@@ -171,6 +171,7 @@ def test_ours_refuses_a_first_start_that_it_was_not_told_of(migration: Migration
     assert migration.repeated() == []
 
 
+@pytest.mark.matrix
 def test_adopted_on_a_new_checkpoint_nothing_is_read_twice_or_left_out(migration: Migration, spark: Any) -> None:
     """`delivered adopt`: from Spark's own connector to ours, killed between decision and Spark's log, audited."""
     migration.send(75)

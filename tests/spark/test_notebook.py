@@ -59,6 +59,7 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return [c for c in notebook.cells if c.cell_type == "code"]
 
 
+@pytest.mark.matrix
 def test_the_tutorial_is_killed_and_goes_on(executed: list[Any], tmp_path: Path) -> None:
     _, pipeline, plan, refusal, kill, status, start, audit, kill_again, again, *later = executed
     changed, more, _, refused, failing = later

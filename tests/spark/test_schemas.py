@@ -30,6 +30,7 @@ APP = Path(__file__).parent / "apps" / "run_file.py"
 SQL = "SELECT key, named_struct('id', value.id, 'cents', value.id * 100) AS value, topic, partition, offset FROM source"
 
 
+@pytest.mark.matrix
 def test_a_decided_batch_written_again_has_the_same_bytes_and_letters(
     kafka: Kafka, registry: Registry, spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def in_file(folder: Path, pipeline: dict[str, Any]) -> Path:
     return file
 
 
+@pytest.mark.matrix
 def test_at_least_once_loses_no_record_and_no_letter_and_shows_no_password(
     kafka: Kafka, registry: Registry, spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -221,6 +221,7 @@ class Shop:
         return plan.code, f"{plan.reason} {plan.way_out}"
 
 
+@pytest.mark.matrix
 def test_sources_are_added_and_removed_on_purpose(spark: SparkSession, tmp_path: Path) -> None:
     shop = Shop(spark, tmp_path)
     shop.add("orders", 90)

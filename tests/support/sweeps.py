@@ -19,5 +19,10 @@ def sweep(every: Iterable[Any], keep: Callable[..., bool]) -> list[Any]:
     return [pytest.param(*v, marks=() if keep(*v) else pytest.mark.matrix) for v in given]
 
 
+def occurrences(nth_max: int) -> Any:
+    """Mark: how often a crash point is passed before the crash, up to `nth_max` times; `make test` takes the first."""
+    return pytest.mark.parametrize("nth_max", sweep([1, nth_max], lambda n: n == 1), ids=["first", "all"])
+
+
 KAFKA_CLIENTS = sweep(["librdkafka", "arrow"], lambda client: client == "arrow")
 """Of Kafka's connector. `make test` runs the fall-back through conformance and what its transactions rest on."""

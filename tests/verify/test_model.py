@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
 from model.check import RUNS, check
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.matrix
 def test_the_model_holds_and_finds_what_each_rule_prevents():
     said: list[str] = []
     assert check(said.append, quick=True), "\n".join(said)
