@@ -1,9 +1,9 @@
 """Drivers that are started ahead of the runs that they take: most of a start through Spark is its interpreter, its JVM
 and its session, which say nothing about delivery.
 
-A killed driver is gone, and another one takes the next run. A driver whose run ended by itself may take the next one,
-with a session of its own (`verify.driver`). A ledger takes a driver for alive as long as its JVM lives: before a run
-starts, every other idle driver that ran the same case ends.
+A killed driver takes no further run. One whose run ended by itself may take another, with a session of its own
+(`verify.driver`). A ledger takes a driver for alive as long as its JVM lives: before a run starts, every other idle
+driver that ran the same case ends.
 """
 
 from __future__ import annotations

@@ -383,7 +383,7 @@ class Environment:
         template: the user's own pipeline, run by every case.
         source_format: a connector that replaces the one of every queue.
         variant: what the programs of both ends do wrong on purpose; empty: nothing.
-        ahead: runs through Spark are taken by drivers that were started before; else each is a process of its own.
+        ahead: runs through Spark are handed to drivers that were started before; else each is a process of its own.
     """
 
     folder: Path

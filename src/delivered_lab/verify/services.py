@@ -205,8 +205,8 @@ def start(
     crash_folder.mkdir(exist_ok=True)
     points = {CRASH: crash, CRASH_DIR: str(crash_folder)} if crash else {}
     if driver is not None:
-        taken = driver.ask(command[len(DELIVERED) :], {**(env or {}), **points}, output, output)
-        return Run(number, taken, crash_folder, output, ahead=True, role=role)
+        running = driver.ask(command[len(DELIVERED) :], {**(env or {}), **points}, output, output)
+        return Run(number, running, crash_folder, output, ahead=True, role=role)
     with output.open("wb") as out:
         process = subprocess.Popen(
             command,
