@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -156,7 +156,7 @@ def _prepared(cursor: Any) -> list[tuple[str, str]]:
     return found
 
 
-def build_system(server: str) -> System:
+def build_system(server: str, properties: Mapping[str, str]) -> System:
     """Tables of one kind of server: rows with their decision in one transaction, and by XA."""
     words = Statements("XA PREPARE", "XA COMMIT", "LOAD DATA")
 
@@ -165,7 +165,9 @@ def build_system(server: str) -> System:
             name, "mysql", MysqlTable, server, two_phase=two_phase, locks=True, statements=words, upserts=True
         )  # fmt: skip
 
-    return System((build_sink(server, False), build_sink(f"{server}-xa", True)), proxy=MysqlProxy)
+    sinks = build_sink(server, False), build_sink(f"{server}-xa", True)
+    return System(sinks, properties=properties, proxy=MysqlProxy)
 
 
-SYSTEM = build_system("mysql")
+SYSTEM = build_system("mysql", {"tls_version": ""})
+"""Without TLS, which MySQL offers by itself: the proxy reads statements."""
