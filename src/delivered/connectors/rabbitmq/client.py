@@ -17,7 +17,7 @@ import re
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
 from enum import StrEnum
@@ -85,6 +85,26 @@ def connect(options: Place) -> Any:
         raise explained(error, options) from error
 
 
+@contextlib.contextmanager
+def opened(options: Place) -> Iterator[Any]:
+    """A connection for a few requests. Its end may meet a server that is no longer there, which changes no answer.
+
+    Raises:
+        Unreachable: the server does not answer.
+        Refused: it refuses.
+    """
+    connection = connect(options)
+    errors = (pika().exceptions.AMQPError, OSError)
+    try:
+        yield connection
+    except errors as error:
+        raise explained(error, options) from error
+    finally:
+        with contextlib.suppress(*errors):
+            if connection.is_open:
+                connection.close()
+
+
 @cache
 def _connection_class() -> Any:
     """The client's connection, with properties of messages decoded by `Properties`."""
@@ -128,10 +148,14 @@ def explained(error: Exception, options: Place) -> DeliveredError:
     kinds = pika().exceptions
     cause = error.args[-1] if error.args else None  # of a connection that was refused, whose own text is empty
     detail = str(error) or str(getattr(cause, "exception", cause) or type(error).__name__)
-    if isinstance(error, kinds.ProbableAuthenticationError | kinds.AuthenticationError):
+    # By when the connection ended the client guesses why; a server that refuses says so (since 3.2).
+    refused_by_server = kinds.ConnectionClosedByBroker.__name__ in detail
+    if isinstance(error, kinds.AuthenticationError) or (
+        isinstance(error, kinds.ProbableAuthenticationError) and refused_by_server
+    ):
         return Refused("RABBITMQ_CREDENTIALS", place=options.place, detail=detail)
     code = getattr(error, "reply_code", None)
-    if isinstance(error, kinds.ProbableAccessDeniedError) or code in (403, 530):
+    if (isinstance(error, kinds.ProbableAccessDeniedError) and refused_by_server) or code in (403, 530):
         return Refused("RABBITMQ_PERMISSION", place=options.place, detail=detail)
     starts = any(words in detail for words in _STARTING)
     if code == 404 and not starts:
@@ -190,10 +214,9 @@ def stream_arguments(options: Place, stream: str) -> Mapping[str, Any]:
 
 def _declared(options: Place, queue: str, guess: Kind) -> tuple[Kind, Mapping[str, Any]]:
     """The type of a queue; and its arguments, if it is of the type that was guessed."""
-    connection = connect(options)
     kinds = pika().exceptions
     arguments: dict[str, Any] = {"x-queue-type": guess.value}
-    try:
+    with opened(options) as connection:
         connection.channel().queue_declare(queue, passive=True)
         flags: dict[str, bool] = {"durable": True}
         for _ in range(_TRIES_MAX):
@@ -214,12 +237,6 @@ def _declared(options: Place, queue: str, guess: Kind) -> tuple[Kind, Mapping[st
                     arguments[name] = int(value) if differs["type"] in _INTEGERS else value
             else:
                 return guess, arguments
-    except (kinds.AMQPError, OSError) as error:
-        raise explained(error, options) from error
-    finally:
-        with contextlib.suppress(kinds.AMQPError, OSError):
-            if connection.is_open:
-                connection.close()
     return Kind.OTHER, {}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.rabbitmq import RabbitmqSinkOptions
-from delivered.connectors.rabbitmq.client import connect, explained, parameters, pika
+from delivered.connectors.rabbitmq.client import explained, opened, parameters, pika
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Finding
 from delivered.kits.queue import (
@@ -47,22 +46,17 @@ def refused_rows(options: RabbitmqSinkOptions, batch: pa.RecordBatch) -> pa.Arra
 
 
 def _limit(options: RabbitmqSinkOptions, size: int) -> int | None:
-    kinds = pika().exceptions
-    connection = connect(options)
-    try:
+    with opened(options) as connection:
         channel = connection.channel()
-        channel.tx_select()
-        channel.basic_publish(options.exchange, "", bytes(size))
-        channel.tx_rollback()
-    except (kinds.AMQPError, OSError) as error:
-        match = _TOO_LARGE.search(str(error))
-        if match is None:
-            raise explained(error, options) from error
-        return int(match[1])
-    finally:
-        with contextlib.suppress(kinds.AMQPError, OSError):
-            if connection.is_open:
-                connection.close()
+        try:
+            channel.tx_select()
+            channel.basic_publish(options.exchange, "", bytes(size))
+            channel.tx_rollback()
+        except pika().exceptions.AMQPError as error:
+            match = _TOO_LARGE.search(str(error))
+            if match is None:
+                raise
+            return int(match[1])
     return None
 
 
@@ -252,18 +246,12 @@ class RabbitmqSink(MessageSink):
 
     def _look(self, guarantee: Guarantee) -> Sequence[Finding]:
         del guarantee
-        connection = connect(self.options)
-        try:
+        with opened(self.options) as connection:
             channel = connection.channel()
             if self.options.exchange:
                 channel.exchange_declare(self.options.exchange, passive=True)
             elif self.options.routing_key is not None:
                 channel.queue_declare(self.options.routing_key, passive=True)
-        except pika().exceptions.AMQPError as error:
-            raise explained(error, self.options) from error
-        finally:
-            if connection.is_open:
-                connection.close()
         return []
 
     def _check_schema(self, schema: pa.Schema) -> None:
