@@ -1,5 +1,5 @@
-"""A preflight whose connection is lost, at any piece in either direction: the server did not answer, and that is all that
-is known. A start waits for it, instead of blaming a password or a right."""
+"""A preflight whose connection is lost, at any piece in either direction: the server did not answer, and no more is
+known. A start waits for it, instead of blaming a password or a right."""
 
 from __future__ import annotations
 
