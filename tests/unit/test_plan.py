@@ -227,6 +227,24 @@ def test_an_old_checkpoint_without_offsets_and_a_ledger_with_batches_is_refused(
     assert refusal.code == "LEDGER_AHEAD"
 
 
+@pytest.mark.parametrize("system", ["delta", "files", "sqlite", "log"])
+def test_a_file_where_a_folder_belongs_is_named_and_the_other_way_round(system: str, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    if system == "sqlite":
+        place.mkdir()
+    else:
+        place.write_text("a file")
+    more = {"sqlite": {"table": "t"}, "files": {"fileFormat": "json"}}.get(system, {})
+    options = {"path": str(place), **more}
+    source = system == "log"
+    findings = (
+        find_source(system, options).preflight()
+        if source
+        else find_sink(system, options).preflight(Guarantee.EXACTLY_ONCE)
+    )
+    assert [(f.code, str(place) in f.message) for f in findings] == [("PATH_KIND", True)]
+
+
 def test_no_sink_is_refused() -> None:
     refusal = make_plan(replace(ASKED, sinks=()))
     assert isinstance(refusal, Refusal)

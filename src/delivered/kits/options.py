@@ -231,6 +231,16 @@ def absolute(path: str) -> str:
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
+def not_a_folder(path: str) -> UsageError | None:
+    """Why no folder can be at a local path; None: another reason than a file that is there."""
+    return UsageError("PATH_KIND.FILE", path=path) if Path(path).is_file() else None
+
+
+def not_a_file(path: str) -> UsageError | None:
+    """As `not_a_folder`, the other way round."""
+    return UsageError("PATH_KIND.FOLDER", path=path) if Path(path).is_dir() else None
+
+
 def _path(text: str) -> str:
     if not text.removeprefix("file://").strip():
         raise Unfit.build("OPTION_VALUE.EMPTY")

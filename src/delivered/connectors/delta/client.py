@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.delta import DeltaOptions
+from delivered.kits.options import not_a_folder
 from delivered.kits.table import store, target
 from delivered.kits.table import store as storage
 from delivered.kits.table.store import sync_checkpoint
@@ -61,7 +62,8 @@ def explained(options: DeltaOptions) -> Iterator[None]:
     try:
         yield
     except (delta().exceptions.DeltaError, OSError) as error:
-        raise target.unreachable(options, error, "the path, the permissions and the storage.* options") from error
+        refusal = target.unreachable(options, error, "the path, the permissions and the storage.* options")
+        raise not_a_folder(options.path) or refusal from error
 
 
 class Store(storage.Store):

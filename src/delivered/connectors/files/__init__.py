@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from delivered.contract.connector import Connector, Factory
-from delivered.kits.options import PATH, sink_name
+from delivered.kits.options import PATH, not_a_folder, sink_name
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.identity import Scope
 from delivered.model.options import Options, choice, option
@@ -139,7 +139,7 @@ def take_away(path: Path) -> None:
 
 
 def failed(options: FilesOptions, error: OSError) -> DeliveredError:
-    return DeliveredError("FOLDER_STORAGE", path=options.path, error=error)
+    return not_a_folder(options.path) or DeliveredError("FOLDER_STORAGE", path=options.path, error=error)
 
 
 CONNECTOR = Connector(

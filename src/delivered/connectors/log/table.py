@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.contract.source import ReceiverReport
+from delivered.kits.options import not_a_folder
 from delivered.kits.table import store
 from delivered.model.errors import InvariantBroken, MissingExtra, Unreachable, UsageError
 from delivered.model.work import LOG_PROPERTY, check_format, with_format, without_format
@@ -126,7 +127,7 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
     except deltalake.exceptions.TableNotFoundError:
         raise UsageError("LOG_MISSING", path=path) from None
     except (deltalake.exceptions.DeltaError, OSError) as error:
-        raise Unreachable("LOG_UNREACHABLE", path=path, error=str(error)[:500]) from None
+        raise not_a_folder(path) or Unreachable("LOG_UNREACHABLE", path=path, error=str(error)[:500]) from None
     written = table.metadata().configuration.get(LOG_PROPERTY, "0")
     check_format(int(written) if written.isdigit() else written, f"a log at {path!r}")
     return table

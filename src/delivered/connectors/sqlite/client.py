@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from delivered.kits.options import not_a_file
 from delivered.kits.sql.database import LEDGER_TABLES, Database, Dialect, is_newest
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
@@ -95,7 +96,7 @@ def explained(error: Exception, path: str) -> DeliveredError:
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return Unreachable("DATABASE_LOCKED", path=path, detail=detail)
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
-        return Unreachable("DATABASE_READONLY", path=path, detail=detail, parent=Path(path).parent)
+        return not_a_file(path) or Unreachable("DATABASE_READONLY", path=path, detail=detail, parent=Path(path).parent)
     if name.startswith("SQLITE_FULL"):
         return DeliveredError("DISK_FULL.SQLITE", path=path, detail=detail)
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
