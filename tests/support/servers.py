@@ -89,12 +89,20 @@ class Kafka(Server):
 
     def topic(self, partitions: int = 4, /, name: str | None = None, **config: Any) -> str:
         """Create a unique topic; `config` as Kafka names it, with `_` for `.`."""
+        from confluent_kafka import KafkaError, KafkaException
         from confluent_kafka.admin import NewTopic
 
         name = name or f"t{next(self._names)}"
         settings = {k.replace("_", "."): str(v) for k, v in config.items()}
         admin = self.admin()
-        admin.create_topics([NewTopic(name, partitions, 1, config=settings)])[name].result(120)
+        while True:
+            try:
+                admin.create_topics([NewTopic(name, partitions, 1, config=settings)])[name].result(120)
+                break
+            except KafkaException as error:  # a busy machine's broker misses its heartbeat, and is fenced for a while
+                if error.args[0].code() != KafkaError.INVALID_REPLICATION_FACTOR:
+                    raise
+                time.sleep(0.1)
         # The controller has it; the broker learns of it a moment later.
         while (known := admin.list_topics(name, timeout=60).topics[name]).error or len(known.partitions) < partitions:
             time.sleep(0.01)

@@ -134,7 +134,7 @@ def test_another_schema_and_an_object_store_are_refused(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("a file where the folder should be")
     [finding] = sink_at(tmp_path).preflight(EXACT)
-    assert (finding.code, finding.refuses) == ("FOLDER_STORAGE", True)
+    assert (finding.code, finding.refuses) == ("PATH_KIND", True)
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut"])
