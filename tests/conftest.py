@@ -45,6 +45,7 @@ settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
 # Tests kill servers, which this client logs many times a second: it would drown a failed test's output.
 logging.getLogger("kafka").setLevel(logging.CRITICAL)
+logging.getLogger("pika").setLevel(logging.CRITICAL)
 logging.getLogger("stomp.py").setLevel(logging.CRITICAL)
 logging.getLogger("rocketmq-python-client").setLevel(logging.CRITICAL)
 

@@ -1,5 +1,5 @@
-"""RabbitMQ: as the sink, an exchange with a queue, as users have it, and a stream behind it that can be reread; as
-sources, streams and a quorum queue, each behind an exchange, so that a message carries its record's key."""
+"""RabbitMQ: as the sink, an exchange with a stream, which can be reread; as sources, streams and a quorum queue, each
+behind an exchange, so that a message carries its record's key."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ class RabbitExchange(Messages):
     def create(self) -> None:
         channel = _open(self._server.url)
         channel.exchange_delete(self.name)
-        for queue, kind in ((self.name, "quorum"), (self._stream, "stream")):
-            _declare(channel, queue, kind, self.name)
+        # Alone: a confirmed message is in one queue at least, and after a restart a stream takes messages last.
+        _declare(channel, self._stream, "stream", self.name)
         channel.connection.close()
-        _wait_until_written(self._server.folder, self.name)
 
     def remove(self) -> None:
         channel = _open(self._server.url)
         channel.exchange_delete(self.name)
-        channel.queue_delete(self.name)
         channel.queue_delete(self._stream)
         channel.connection.close()
         self.disconnect()
