@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Processes that tests start, by the thousand, find modules compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What the default tests start: MySQL itself comes from Debian's unstable suite, which moves (DELIVERED_MYSQL=mysql).
 SERVERS := activemq kafka mariadb postgres pulsar rabbitmq registry rocketmq
 # Four processes, which keep two cores busy; tests that share a server or a Spark session share a process (tests/conftest.py), the longest first.

@@ -284,6 +284,7 @@ def test_a_queue_that_is_deleted_ends_the_receiver(activemq: Activemq) -> None:
     receiver.close()
 
 
+@pytest.mark.matrix
 def test_the_server_listens_on_the_loopback_alone_and_keeps_its_data(tmp_path: Path) -> None:
     broker = brokers.start("activemq", tmp_path / "a", dies_with_parent=True, heap_mb=256)
     server = psutil.Process(broker.pid)

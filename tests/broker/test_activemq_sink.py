@@ -56,6 +56,7 @@ def test_all_rows_arrive_with_ids_that_a_replay_repeats(activemq: Activemq, tmp_
     assert len({v for i, v in found if i == "p.s.i.0.0.17"}) == 1
 
 
+@pytest.mark.matrix
 def test_the_broker_drops_a_repeat_within_its_cache_and_not_beyond(
     new_activemq: Callable[..., Activemq], tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def plain(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.matrix
 def test_bytes_in_every_field_of_a_rabbitmq_message_are_kept(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
     exchange, queue = bound(rabbitmq)
     send(rabbitmq, exchange, None, ODD)

@@ -159,6 +159,7 @@ def world(request: pytest.FixtureRequest, kafka: Kafka, postgres: Postgres, zygo
     return World(kafka, postgres, tmp_path, zygote, group, pulsar)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "world",
     sweep(GROUPS, lambda g: g == DEFAULT),

@@ -39,6 +39,7 @@ def move_leader_back(cluster: KafkaCluster, topic: str) -> None:
     cluster.wait_for(topic, lambda p: p.id != 0 or p.leader == 2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("client", KAFKA_CLIENTS)
 def test_a_range_is_read_once_while_its_leader_moves(cluster: KafkaCluster, client: str) -> None:
     topic = cluster.topic([2, 1])

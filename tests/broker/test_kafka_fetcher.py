@@ -106,6 +106,7 @@ def test_a_batch_larger_than_a_fetch(kafka: Any) -> None:
     assert values(read_all(source(kafka, small, subscribe=topic))) == [b"small", *big, b"small"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("compression", ["gzip", "zstd"])
 def test_memory_is_bounded_by_one_batch_however_well_it_compresses(kafka: Any, compression: str) -> None:
     """320 MB in a few fetches' worth of bytes: batches of 32 MB, of which a task gets a part at a time."""

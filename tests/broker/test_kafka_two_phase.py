@@ -500,6 +500,7 @@ def test_p15_two_shards_in_one_process_have_nothing_in_common(rig: Rig) -> None:
     assert rig.visible() == rig.expected([0], [1])
 
 
+@pytest.mark.matrix
 def test_p24_epochs_run_out_and_the_pipeline_goes_on(mortal_kafka: Any, client: str) -> None:
     """The id is put at epoch 32764 in the broker's own log: the next batches cross the limit of 32767."""
     kafka = mortal_kafka

@@ -47,7 +47,7 @@ def delivered_ids(database: Path) -> Counter[str]:
         return Counter(i for (i,) in connection.execute("SELECT id FROM events")) if there else Counter()
 
 
-@pytest.mark.parametrize("how", sweep(METHODS, lambda how: how in ("postgres-log", "sqlite-poll")))
+@pytest.mark.parametrize("how", sweep(METHODS, lambda how: how == "postgres-log"))
 def test_an_order_reaches_the_sink_once_though_application_and_relay_are_killed(
     how: str, request: pytest.FixtureRequest, tmp_path: Path, zygote: Zygote
 ) -> None:

@@ -111,6 +111,7 @@ def refused(findings: Any, code: str) -> str:
     return f"{finding.message} Next: {finding.next_step}"
 
 
+@pytest.mark.matrix
 def test_the_server_listens_on_127_0_0_1_alone_and_keeps_its_secrets(guarded: Pulsar) -> None:
     broker = guarded.broker
     listening = [c.laddr for c in psutil.Process(broker.pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]

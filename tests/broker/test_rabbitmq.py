@@ -344,6 +344,7 @@ def test_bad_input_is_told_clearly(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
         connect(parse({**good, "url": "amqp://127.0.0.1:9/"}))
 
 
+@pytest.mark.matrix
 def test_the_server_listens_on_the_loopback_alone_and_leaves_nothing(tmp_path: Path) -> None:
     broker = brokers.start("rabbitmq", tmp_path / "r", dies_with_parent=True)
     processes = [psutil.Process(broker.pid), *psutil.Process(broker.pid).children(recursive=True)]

@@ -91,6 +91,7 @@ def test_killed_at_a_point_and_started_again(rocketmq: Rocketmq, tmp_path: Path,
     assert said["repeated"] > 0 or point not in ("receive.persist:after", "receive.ack:before")
 
 
+@pytest.mark.matrix
 def test_an_ordered_group_stays_in_order_over_a_kill_and_repeats(rocketmq: Rocketmq, tmp_path: Path) -> None:
     """Three message groups, one message in four sent twice; in the log each group is in order, each message once."""
     topic, group = rocketmq.topic("FIFO", queues=2), rocketmq.group(ordered=True)
@@ -340,6 +341,7 @@ def test_a_topic_that_cannot_be_made_is_an_error(rocketmq: Rocketmq) -> None:
         rocketmq_server.make_topic(rocketmq.broker.listeners["BROKER"], "a b", "NORMAL")
 
 
+@pytest.mark.matrix
 def test_a_consumer_with_an_inbox_has_each_effect_once_though_messages_repeat_and_it_dies(
     rocketmq: Rocketmq, tmp_path: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_killed_at_every_call_every_saga_comes_to_rest_and_effects_add_up(
     assert max(mails.values()) == 1, "a step that takes no key and cannot be asked is called once"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dialect", sweep(DIALECTS, lambda dialect: dialect == "postgres"))
 def test_killed_in_each_call(dialect: str, world: World, tmp_path: Path) -> None:
     """The smaller set of the sweep above."""

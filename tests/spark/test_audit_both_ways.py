@@ -211,6 +211,7 @@ def continued_ahead(case: Case) -> None:
 CASES |= {f.__name__: f for f in (continued, continued_ahead)}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", sweep(CASES, lambda name: name == "damaged"))
 def test_both_ways_report_the_same(spark: SparkSession, tmp_path: Path, name: str) -> None:
     case = Case(tmp_path / "first")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import yaml
 
 import delivered
@@ -39,6 +40,7 @@ def start_idiom(spark: SparkSession, bootstrap: str, source: str, sink: str, che
     )  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_the_idiom_then_a_pipeline_on_its_checkpoint(spark: SparkSession, kafka: Any, tmp_path: Path) -> None:
     source, sink, checkpoint = kafka.topic(2), kafka.topic(2), str(tmp_path / "checkpoint")
     name = f"orders-{source}"

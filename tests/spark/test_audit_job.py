@@ -152,6 +152,7 @@ def test_batches_in_progress_may_be_there(spark: SparkSession) -> None:
     assert counts([*SENT[:11], SENT[10]]) == Counts(10, 12, duplicated=1, in_progress=1)
 
 
+@pytest.mark.matrix
 def test_one_id_and_one_key_for_everything(spark: SparkSession) -> None:
     """Skew: rows of one partition are pre-aggregated before the shuffle."""
     rows = 20_000

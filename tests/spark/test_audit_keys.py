@@ -175,6 +175,7 @@ def xxh64(data: bytes, seed: int = 42) -> int:
     return h - (1 << 64) if h >> 63 else h
 
 
+@pytest.mark.matrix
 def test_the_share_of_a_key_is_the_same_in_every_run_and_type(spark: SparkSession) -> None:
     texts, numbers = ["7", "order-4711", "", "Zürich", "a" * 31], [0, 7, -1, 127, 12_345]
     by_type = {

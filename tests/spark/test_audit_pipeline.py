@@ -322,6 +322,7 @@ def test_a_transform_that_changed_between_two_seals(spark: SparkSession, tmp_pat
     assert (report.verdict, report.counts) == (Verdict.HELD, Counts(10, 10)), str(report)
 
 
+@pytest.mark.matrix
 def test_a_second_pipeline_in_the_same_table(spark: SparkSession, tmp_path: Path) -> None:
     for name, key in (("mine", "k"), ("other", "o")):
         feed(tmp_path, 0, 30, name, key)

@@ -133,6 +133,7 @@ def test_a_key_that_should_be_deleted(spark: SparkSession, ran: Path, tmp_path: 
     assert any(f"{len(gone)} keys are not judged" in note for note in report.notes)
 
 
+@pytest.mark.matrix
 def test_a_key_whose_deletion_is_certain_breaks_it_if_it_is_there(spark: SparkSession, tmp_path: Path) -> None:
     """In a shared table too: the key is this pipeline's."""
     deliver(spark, tmp_path, partitions=1)

@@ -40,6 +40,7 @@ ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvi
 COUNTS = "SELECT CAST(key AS STRING) AS k, count(*) AS n FROM source GROUP BY k"
 
 
+@pytest.mark.matrix
 @checkpoint("SQL of a stateless transform", "continues", "`plan` names the batch from which it runs")
 @checkpoint("`maxOffsetsPerTrigger`", "continues", "from the next batch on")
 @checkpoint("sink options that do not name the target", "continue", "here `ifNotExists`")

@@ -88,6 +88,7 @@ def test_sinks_come_and_go(kafka: Kafka, spark: SparkSession, tmp_path: Path) ->
     assert b.has() == whole(1, 3, 4, 5)
 
 
+@pytest.mark.matrix
 @checkpoint("a copy of the checkpoint, run while the original runs", "refused", "`CHECKPOINT_OWNED`, on one machine")
 @checkpoint("such a copy, with `--takeover` or on another machine", "continues", "the original is refused: `FENCED`")
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def test_without_an_id_unlike_copies_are_not_judged(spark: SparkSession, ran: Pa
     assert (report.dedup.unclear, report.dedup.unlike) == (3, 0)
 
 
+@pytest.mark.matrix
 def test_a_damaged_sink_is_broken(spark: SparkSession, copy: Path) -> None:
     """A loss, the repeat that was dropped, an alteration, the other one of two unlike copies, a third far one."""
     here = next(n for i, n in sink(copy) if i == "20")

@@ -90,6 +90,7 @@ def check_letters(kafka: Kafka, source: str, letters: str) -> None:
         assert kept == ({"base64": "/w=="} if value == b"\xff" else value.decode())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("way", "crash"),
     sweep(

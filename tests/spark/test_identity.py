@@ -44,6 +44,7 @@ def monday(path: Path) -> list[str]:
     return [sys.executable, str(APP), "sqlite", options, "monday", str(ROWS), *columns]
 
 
+@pytest.mark.matrix
 def test_a_run_killed_after_its_decision_then_given_again(spark: SparkSession, tmp_path: Path) -> None:
     path = tmp_path / "out.db"
     killed(monday(path), "commit.decide:after", tmp_path)

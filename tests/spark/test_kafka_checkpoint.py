@@ -169,6 +169,7 @@ def test_in_the_idiom_a_topic_made_again_between_two_runs_stops_the_query(
     assert seen() == list(range(15))
 
 
+@pytest.mark.matrix
 @pytest.mark.checkpoint(
     "the end of a source's partition, lost in Kafka",
     "refused",

@@ -42,6 +42,7 @@ def put(url: str, layout: outbox.Layout, numbers: range) -> list[str]:
     return ids
 
 
+@pytest.mark.matrix
 def test_an_outbox_reaches_kafka_once_though_the_job_is_killed_and_the_audit_says_so(
     postgres: Any, kafka: Any, spark: SparkSession, tmp_path: Path
 ) -> None:

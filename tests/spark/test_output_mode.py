@@ -103,6 +103,7 @@ def test_totals_in_sqlite_are_exact(mode: str, tmp_path: Path) -> None:
     assert decided(tmp_path) == list(range(RECORDS // PER_BATCH))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_totals_in_delta_are_those_of_the_newest_batch(every: bool, spark: SparkSession, tmp_path: Path) -> None:
     produce(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from tests.support.pulsar_schemas import V0, V1, send
 
 import delivered
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from tests.support.servers import Pulsar
 
 
+@pytest.mark.matrix
 def test_a_schema_that_evolves_between_load_and_start(pulsar: Pulsar, spark: SparkSession, tmp_path: Path) -> None:
     delivered.register(spark)
     topic = pulsar.topic()

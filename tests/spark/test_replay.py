@@ -44,6 +44,7 @@ def committed(kafka: Any, topic: str, group: str) -> int:
         consumer.close()
 
 
+@pytest.mark.matrix
 def test_a_replay_beside_the_running_pipeline(kafka: Any, spark: SparkSession, tmp_path: Path) -> None:
     """Killed after a decision that Spark did not log: the same table as without a kill, and nobody else notices."""
     topic = kafka.topic(1, retention_ms=-1)  # the records are old

@@ -95,6 +95,7 @@ def test_the_plan_says_what_a_saga_promises(job: dict[str, Any], tmp_path: Path)
     assert "SAGA_NOT_FOUND" in str(delivered.Pipeline.from_file(file).plan())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "crash", ["saga.call:after#9", pytest.param("saga.call:after#9,commit.record:before", marks=pytest.mark.matrix)]
 )

@@ -79,6 +79,7 @@ def delivered_states(folder: Path, batches: int) -> None:
     assert {len(chain) for chain in found.values()} == {batches}
 
 
+@pytest.mark.matrix
 def test_a_decided_batch_with_state_that_differs_is_stopped_in_another_session(
     spark: SparkSession, tmp_path: Path
 ) -> None:

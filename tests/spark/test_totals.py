@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_totals_equal_a_recomputation_to_the_cent(
     alone: bool, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ class Sinks:
         )
 
 
+@pytest.mark.matrix
 @pytest.mark.checkpoint("a newer version of delivered", "continues", "killed after a decision of the earlier version")
 @pytest.mark.parametrize(
     "sink", ["kafka", *(pytest.param(s, marks=pytest.mark.matrix) for s in ("sqlite", "delta", "postgres"))]

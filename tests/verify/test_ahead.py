@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from delivered.model.capability import Guarantee
 from delivered_lab.verify.case import AHEAD, Case, Environment, Result, run_case
 from delivered_lab.verify.evidence import load
@@ -16,6 +18,7 @@ from delivered_lab.verify.systems import SQLITE
 _PATH = os.pathsep.join([str(Path(__file__).parent / "broken"), os.environ.get("PYTHONPATH", "")])
 
 
+@pytest.mark.matrix
 def test_drivers_that_were_started_ahead_tell_a_broken_sink_from_an_honest_one(tmp_path: Path) -> None:
     environment = Environment(tmp_path, print, {"PYTHONPATH": _PATH}, ahead=True)
 
