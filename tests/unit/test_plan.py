@@ -227,15 +227,20 @@ def test_an_old_checkpoint_without_offsets_and_a_ledger_with_batches_is_refused(
     assert refusal.code == "LEDGER_AHEAD"
 
 
-@pytest.mark.parametrize("system", ["delta", "files", "sqlite", "log"])
+@pytest.mark.parametrize("system", ["delta", "files", "sqlite", "log", "iceberg", "iceberg, by uri"])
 def test_a_file_where_a_folder_belongs_is_named_and_the_other_way_round(system: str, tmp_path: Path) -> None:
     place = tmp_path / "place"
-    if system == "sqlite":
+    if system in ("sqlite", "iceberg, by uri"):
         place.mkdir()
     else:
         place.write_text("a file")
-    more = {"sqlite": {"table": "t"}, "files": {"fileFormat": "json"}}.get(system, {})
-    options = {"path": str(place), **more}
+    options = {
+        "sqlite": {"path": str(place), "table": "t"},
+        "files": {"path": str(place), "fileFormat": "json"},
+        "iceberg": {"warehouse": str(place), "table": "a.t"},
+        "iceberg, by uri": {"catalog.uri": f"sqlite:///{place}", "table": "a.t"},
+    }.get(system, {"path": str(place)})
+    system = system.partition(",")[0]
     source = system == "log"
     findings = (
         find_source(system, options).preflight()

@@ -32,6 +32,7 @@ from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.update import AssertRefSnapshotId
 
 from delivered.connectors.iceberg import IcebergOptions
+from delivered.kits.options import not_a_file, not_a_folder
 from delivered.kits.table import target
 from delivered.kits.table.store import Store, make_folder, sync
 from delivered.model.answers import UnexpectedAnswer
@@ -202,7 +203,15 @@ def explained(options: IcebergOptions) -> Iterator[None]:
         raise
     except client_errors() as error:
         check = "the catalog.* options, the permissions, and whether the catalog is running"
-        raise target.unreachable(options, error, check) from error
+        raise _misplaced(options) or target.unreachable(options, error, check) from error
+
+
+def _misplaced(options: IcebergOptions) -> DeliveredError | None:
+    """Why no catalog of SQLite, or no warehouse, can be where it should; None: another reason."""
+    _, is_sqlite, file = options.catalog.get("uri", "").partition("sqlite:///")
+    return (not_a_file(file) if is_sqlite else None) or (
+        None if options.warehouse is None else not_a_folder(options.warehouse)
+    )
 
 
 @contextlib.contextmanager
