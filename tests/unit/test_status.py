@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pytest
+import yaml
 from tests.support.decided import checkpoint, decide, pipeline
 from typer.testing import CliRunner
 
@@ -459,6 +461,13 @@ def test_alerts_and_dashboard_use_metrics_that_exist() -> None:
         deploy = (Path(__file__).parents[2] / "deploy" / file).read_text()
         used = set(re.findall(r"\bdelivered_[a-z_]+", deploy))
         assert used and used <= known, (file, used - known)
+
+
+def test_each_alert_has_one_rule() -> None:
+    """A second one of the same name fires on when the first is over."""
+    rules = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "prometheus-alerts.yml").read_text())
+    names = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
+    assert len(names) > 10 and not [name for name, count in Counter(names).items() if count > 1]
 
 
 def test_each_button_ends_a_transaction_that_no_driver_will() -> None:
