@@ -168,6 +168,8 @@ def test_a_writer_gets_a_number_that_no_other_had(orders: TableOrders) -> None:
     elsewhere.columns = {**orders.columns, "ledgerSchema": "delivered_elsewhere"}
     elsewhere.run(2)
     assert orders.numbers() == [BATCHES, 2 * BATCHES, 2 * BATCHES + 1]
+    assert orders.audit().counts.unexpected == 2 * ROWS
+    assert orders.audit().counts == Counts(), "rows by a ledger elsewhere lie before a position as well"
 
 
 @pytest.mark.parametrize("server", ON_MYSQL, indirect=True)
@@ -380,13 +382,13 @@ def test_rows_that_move_between_batches(orders: TableOrders) -> None:
     assert moved.counts.delivered == ROWS + 1, "a row that is read again"
     assert any("1 of " in text and "deleted" in text for text in moved.unknowns), moved.unknowns
     orders.run()
-    orders.execute(f"UPDATE {{t}} SET batch = NULL WHERE value = '{3 * ROWS}'")
-    assert orders.audit().counts == clean(ROWS), "rows without a number are read too"
+    orders.execute(f"UPDATE {{t}} SET batch = -1 WHERE value = '{3 * ROWS}'")
+    assert orders.audit().counts == clean(ROWS), "rows with a number below 0 are read, as those without one"
     orders.run()
     orders.copy(4 * ROWS)
-    orders.execute(f"UPDATE {{t}} SET batch = -1 WHERE value = '{4 * ROWS}'")
+    orders.execute(f"UPDATE {{t}} SET batch = NULL WHERE value = '{4 * ROWS}'")
     with_others = orders.audit()
-    assert any("rows without a number" in text for text in with_others.unknowns), "as those with a number below 0"
+    assert any("rows without a number" in text for text in with_others.unknowns), with_others.unknowns
 
 
 def test_a_number_of_a_batch_that_never_started(orders: TableOrders) -> None:
