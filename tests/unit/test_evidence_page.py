@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from tests.support.orders import DELETE, Orders
 from tests.support.pages import BLOCKS, Reader
+from typer.testing import CliRunner
 
 import delivered
 from delivered.audit.evidence import Verdict
 from delivered.audit.signature import sign
+from delivered.cli.main import app
 
 pytestmark = pytest.mark.skipif(not all(map(shutil.which, ("jq", "openssl"))), reason="needs jq and openssl")
 
@@ -29,6 +31,14 @@ checkpoint: {folder}/checkpoint
 source: {{format: log, path: {folder}/log, startingOffsets: earliest}}
 sinks: [{{format: sqlite, path: {folder}/orders.db, table: orders, ifNotExists: true}}]
 """
+
+
+def test_the_example_is_intact_and_signed() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    file, key = docs / "evidence-example.json", docs / "evidence-example.pub"
+    done = CliRunner().invoke(app, ["evidence", "check", str(file), "--key", str(key)])
+    assert done.exit_code == 0 and "intact" in done.output, done.output
+    assert "not checked" not in done.output
 
 
 @pytest.fixture(scope="module")
