@@ -59,7 +59,7 @@ def test_by_size_at_the_rate_of_its_growth(kafka: Any) -> None:
 
 
 def test_what_was_dropped_already(kafka: Any) -> None:
-    topic = kafka.topic(1)
+    topic = kafka.topic(1, retention_ms=str(HOUR_MS))
     produce(kafka, topic, [b"v"] * 10)
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap, "log_level": 0})
     for future in admin.delete_records([TopicPartition(topic, 0, 6)]).values():

@@ -38,9 +38,10 @@ def test_a_run_is_told_with_what_it_read_and_wrote(
     )  # fmt: skip
     query = good.start(spark)
     query.awaitTermination()
+    _hear_all(spark)
     with pytest.raises(Exception, match="out of order"):
         bad.start(spark).awaitTermination()
-    spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty()  # type: ignore[union-attr]
+    _hear_all(spark)
     lineage._sender().submit(int).result()
     lineage.configured.cache_clear()
     told = [json.loads(line) for line in events.read_text().splitlines()]
@@ -54,3 +55,8 @@ def test_a_run_is_told_with_what_it_read_and_wrote(
     assert written["outputFacets"]["outputStatistics"]["rowCount"] == 20
     assert [(f["name"], f["type"]) for f in written["facets"]["schema"]["fields"]] == [("id", "string")]
     assert "out of order" in told[3]["run"]["facets"]["errorMessage"]["message"]
+
+
+def _hear_all(spark: SparkSession) -> None:
+    """A query's end reaches listeners after `awaitTermination` has returned."""
+    spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty()  # type: ignore[union-attr]

@@ -73,7 +73,9 @@ class Kafka(Server):
 
     system = "kafka"
     # By default, expired transactions are aborted every ten seconds, and topics are compacted every fifteen.
+    # Retention goes by the records' timestamps: tests that write old ones would lose them at its next check.
     quick: ClassVar = {
+        "log.retention.ms": "-1",
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
         "log.cleaner.backoff.ms": "200",
     }

@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 from pyspark import SparkConf, SparkContext
+from pyspark.errors import PySparkException
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
 
 import delivered
 from delivered.crash import CRASH, CRASH_DIR
@@ -54,7 +56,18 @@ def main() -> None:
     frame = source.json(str(folder / "in")).repartition("v")
     query = frame.writeStream.foreachBatch(write).option("checkpointLocation", checkpoint)
     (folder / "ready").touch()
-    query.trigger(availableNow=True).start().awaitTermination()
+    start(query.trigger(availableNow=True)).awaitTermination()
+
+
+def start(writer: DataStreamWriter) -> StreamingQuery:
+    """Start a query. While a Connect server still starts that of a killed client, Spark refuses a second one."""
+    while True:
+        try:
+            return writer.start()
+        except PySparkException as refusal:
+            if "CONCURRENT_QUERY" not in str(refusal):
+                raise
+            print("refused, started again:", refusal, flush=True)
 
 
 if __name__ == "__main__":
