@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +62,45 @@ def test_a_cluster_worker_killed_in_mid_batch_changes_nothing(kafka: Kafka, tmp_
         finally:
             if driver.poll() is None:
                 kill_tree(driver)
+    assert Counter(m.value() for m in read_committed(kafka.bootstrap, sink)) == sent
+
+
+@pytest.mark.matrix
+def test_a_master_that_forgot_the_application_ends_it_and_the_next_start_continues(
+    kafka: Kafka, tmp_path: Path
+) -> None:
+    """Without recovery, a master that starts anew has the executors killed and tells the driver nothing."""
+    source, sink = kafka.topic(4), kafka.topic(4)
+    sent = _fill(kafka, source)
+    file, checkpoint = tmp_path / "copy.json", tmp_path / "checkpoint"
+    ends = {"format": "kafka", "kafka.bootstrap.servers": kafka.bootstrap}
+    limit = {"startingOffsets": "earliest", "maxOffsetsPerTrigger": 500}
+    file.write_text(json.dumps({
+        "pipeline": "copy", "guarantee": "exactly_once", "checkpoint": str(checkpoint),
+        "source": {**ends, "subscribe": source, **limit},
+        "transform": {"sql": "SELECT /*+ REPARTITION(4, key) */ key, value FROM source"},
+        "sinks": [{**ends, "topic": sink}],
+        "spark": {"spark.executor.memory": "512m", "spark.executor.cores": "1", "spark.cores.max": "2"},
+    }))  # fmt: skip
+    run = [sys.executable, "-c", "from delivered.cli.main import app; app()", "run", str(file), "--available-now"]
+    batches = checkpoint / "commits"
+    with Standalone(tmp_path, sys.executable, {}) as cluster:
+        run += ["--master", cluster.url]
+        first = subprocess.Popen(run, stderr=subprocess.PIPE, text=True)
+        try:
+            while not (batches / "2").exists():
+                assert first.poll() is None, first.communicate()
+                time.sleep(0.1)
+            assert cluster.master is not None
+            kill_tree(cluster.master)
+            cluster.start_master()
+            _, told = first.communicate(timeout=400)
+        finally:
+            first.kill()
+        assert first.returncode != 0 and "DELIVERED_EXECUTORS_LOST" in told, told
+        assert not (batches / str(RECORDS // 500 - 1)).exists(), "all was delivered before"
+        again = subprocess.run(run, capture_output=True, text=True, timeout=400, check=False)
+        assert again.returncode == 0, again.stderr
     assert Counter(m.value() for m in read_committed(kafka.bootstrap, sink)) == sent
 
 

@@ -238,6 +238,15 @@ def modules_by_value(_: SparkSession, seen: Seen) -> None:
     assert subprocess.run(ran, capture_output=True, text=True, check=True).stdout == "7\n"
 
 
+def no_executors(spark: SparkSession, _: Seen) -> None:
+    assert internals.executors(spark) == 0
+
+
+def stops(spark: SparkSession, _: Seen) -> None:
+    context: Any = spark.sparkContext._jsc.sc()  # type: ignore[union-attr]
+    assert "stop" in {m.getName() for m in context.getClass().getMethods()}
+
+
 def worker_modules(_: SparkSession, __: Seen) -> None:
     for module in internals.WORKER_MODULES:
         import_module(module)
@@ -425,6 +434,8 @@ WATCHED: dict[str, Callable[[SparkSession, Seen], None]] = {
     "started_jvm": jvm,
     "hadoop_settings": hadoop,
     "hide_lost_accumulators": accumulator_server,
+    "executors": no_executors,
+    "stop_context": stops,
     "make_active": made_active,
     "session_of": sessions_of_holders,
     "to_arrow": schemas,

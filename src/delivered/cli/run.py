@@ -550,7 +550,9 @@ def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool,
 
 def _own_error(failure: Any, log: SparkLog, pipeline: Pipeline) -> Exception:
     """A failed query's own error, with a pointer to Spark's log."""
-    own_error = translated(failure)
+    from delivered.spark.cluster import why_ended
+
+    own_error = translated(failure) or why_ended()
     if own_error is not None:
         return own_error
     where = log.path or "standard error"

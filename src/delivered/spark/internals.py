@@ -146,6 +146,18 @@ def hide_lost_accumulators(spark: SparkSession) -> None:
     context._accumulatorServer.handle_error = lambda *_: None
 
 
+@_touches("SparkContext.getExecutorMemoryStatus", "a session that its standalone master forgot waits for ever")
+def executors(spark: Any) -> int:
+    """How many executors a classic session has now. Raises PySpark's or Py4J's error if it was stopped."""
+    return int(spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size()) - 1  # the driver is listed, too
+
+
+@_touches("SparkContext._jsc", "a session that its standalone master forgot waits for ever")
+def stop_context(spark: Any) -> None:
+    """Stop a classic session in the JVM alone: its queries fail, and its user's objects stay as they are."""
+    spark.sparkContext._jsc.sc().stop()
+
+
 @_touches("SparkSession._jsparkSession, _get_j_spark_session_class", "formats are not found on other threads")
 def make_active(spark: SparkSession) -> None:
     """Make a session the active one of this thread.

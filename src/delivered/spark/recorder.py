@@ -16,6 +16,7 @@ from delivered.checkpoint.folder import read_logged
 from delivered.checkpoint.history import SAMPLE_EVERY_S, States
 from delivered.model.errors import DeliveredError
 from delivered.model.translate import cause_of, translated
+from delivered.spark.cluster import why_ended
 from delivered.spark.internals import hide_lost_accumulators, is_connect, started_jvm
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def record(location: str, query: StreamingQuery, jvm: Jvm) -> None:
                 with contextlib.suppress(Exception):  # whether the query has ended is asked above
                     states.keep(query.lastProgress)
         except Exception as failure:
-            error = translated(failure) or jvm.death() or DeliveredError("QUERY_FAILED.RAN", cause=cause_of(failure))
+            error = translated(failure) or why_ended() or jvm.death()
+            error = error or DeliveredError("QUERY_FAILED.RAN", cause=cause_of(failure))
         batch = None
         with contextlib.suppress(DeliveredError):
             _, batch = read_logged(location)

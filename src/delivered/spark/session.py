@@ -33,6 +33,7 @@ from delivered.model.errors import DeliveredError, Refused
 from delivered.model.step import LOG_FORMAT, as_json
 from delivered.pipeline.registry import names
 from delivered.prefork import start_server, worker_python
+from delivered.spark import cluster
 from delivered.spark.check import OUR_DAEMON, advice, owners, sender_of
 from delivered.spark.compat import LOCAL_SOCKETS, PYTHON_SOURCES
 from delivered.spark.hooks import install
@@ -94,6 +95,7 @@ def prepare(spark: SparkSession) -> None:
         for missing in advice(partial(spark.conf.get, default="")).values():
             log.warning(missing)
     _register(spark, None)
+    cluster.watch(spark)
     install(spark, _register)
     make_active(spark)
 

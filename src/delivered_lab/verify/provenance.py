@@ -110,8 +110,21 @@ def _files(room: Path) -> Iterator[Path]:
 @cache
 def _digest(data: bytes, is_python: bool) -> str:
     if is_python:
-        data = ast.dump(_Bare().visit(ast.parse(data))).encode()
+        data = _dump(_Bare().visit(ast.parse(data))).encode()
     return hashlib.sha256(data).hexdigest()
+
+
+def _dump(value: object) -> str:
+    """As `ast.dump` of Python 3.11: that of later versions writes other texts for the same code."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_dump, value))}]"
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    fields = {name: getattr(value, name) for name in value._fields if hasattr(value, name)}
+    given = {k: v for k, v in fields.items() if v is not None or not hasattr(type(value), k)}
+    if not given.get("type_params"):
+        given.pop("type_params", None)
+    return f"{type(value).__name__}({', '.join(f'{k}={_dump(v)}' for k, v in given.items())})"
 
 
 class _Bare(ast.NodeTransformer):
