@@ -84,7 +84,8 @@ def test_settings_that_code_gave_to_hadoop(s3: dict[str, str], tmp_path: Path) -
     app = ROOT / "tests" / "spark" / "apps" / "own_store.py"
     settings = json.dumps(s3a_settings(s3))
     command = [sys.executable, str(app), str(tmp_path), f"s3a://lake/{tmp_path.name}", s3a_jars(), settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=_without_logins())
+    env = {**_without_logins(), "PYSPARK_PYTHON": sys.executable}  # the user's session is told by nobody else
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=env)
     assert done.returncode == 0, done.stderr[-6000:]
     for name in ("out", "own"):
         with sqlite3.connect(tmp_path / f"{name}.db") as connection:
