@@ -53,6 +53,22 @@ def test_pages_use_the_words_of_the_field() -> None:
     assert found == []
 
 
+_GENERATED = {"benchmark", "cli", "peers", "python", "spark-versions", "support", "types", "verified"}
+_COLUMNS_MAX = 142
+
+
+def test_prose_is_wrapped() -> None:
+    """A change of a word is then a change of a line or two. Tables and what a generator writes have lines of any length."""
+    long = []
+    for page in pages_of_site():
+        if page.stem in _GENERATED or page.name == "CHANGELOG.md" or "decisions" in page.parts:
+            continue
+        text = re.sub(r"<!-- [^>]*generated.*?<!-- /", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+        lines = "".join(part for part, is_prose in prose(text) if is_prose).splitlines()
+        long += [f"{page}: {line}" for line in lines if len(line) > _COLUMNS_MAX and not line.lstrip().startswith("|")]
+    assert long == []
+
+
 def test_the_notebook_tells_the_tutorial() -> None:
     page = notebook.PAGE.read_text(encoding="utf-8")
     told = [source for kind, source in notebook.cells(page) if kind == "markdown"]
