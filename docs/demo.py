@@ -1,4 +1,4 @@
-"""The picture of README: what the demo's last stored run found. `python -m docs.demo build/demo.json` stores one.
+"""The picture of docs/index.md: the demo's last stored run. `python -m docs.demo build/demo.json` stores one.
 
 `make docs` draws it. It is no page that a test compares: another version of the chart library writes other bytes.
 """
@@ -25,7 +25,10 @@ def stored() -> list[dict[str, Any]]:
 
 
 def draw(results: list[dict[str, Any]]) -> None:
-    """One bar for each guarantee: what arrived once, what was lost, and beyond the line what arrived again."""
+    """One bar for each guarantee: what arrived once, what was lost, and beyond the line what arrived again.
+
+    Words stand above the bars: a telephone shows them at a size that can be read.
+    """
     sent = max(int(r["sent"]) for r in results)
     kills = sum(int(r["kills"]) for r in results)
     bars, labels = [], []
@@ -35,17 +38,12 @@ def draw(results: list[dict[str, Any]]) -> None:
         for part, count in parts.items():
             bars.append({"guarantee": r["guarantee"], "part": part, "from": at, "to": at + count})
             at += count
-        labels.append(
-            {
-                "guarantee": r["guarantee"],
-                "at": max(at, sent),
-                "text": f"{r['lost']:,} lost, {r['duplicated']:,} duplicated",
-            }
-        )
-    order = [r["guarantee"] for r in results]
-    y = alt.Y("guarantee:N", sort=order, title=None, axis=alt.Axis(labelFontSize=14, ticks=False, domain=False))
-    scale = alt.Scale(domain=[0, sent * 1.85], nice=False)
-    marks = alt.Chart(alt.Data(values=bars)).mark_bar(height=26)
+        found = f"{r['guarantee']}: {r['lost']:,} lost, {r['duplicated']:,} duplicated"
+        labels.append({"guarantee": r["guarantee"], "at": 0, "text": found})
+    most = max(bar["to"] for bar in bars)
+    y = alt.Y("guarantee:N", sort=[r["guarantee"] for r in results], axis=None)
+    scale = alt.Scale(domain=[0, most * 1.02], nice=False)
+    marks = alt.Chart(alt.Data(values=bars)).mark_bar(height=22, yOffset=12)
     marks = marks.encode(
         y=y,
         x=alt.X("from:Q", scale=scale, axis=None),
@@ -53,19 +51,20 @@ def draw(results: list[dict[str, Any]]) -> None:
         color=alt.Color(
             "part:N",
             scale=alt.Scale(domain=list(_COLOURS), range=list(_COLOURS.values())),
-            legend=alt.Legend(title=None, orient="bottom", labelFontSize=13, columnPadding=28),
+            legend=alt.Legend(title=None, orient="bottom", labelFontSize=13, columnPadding=20),
         ),
     )
     line = alt.Chart(alt.Data(values=[{"at": sent}])).mark_rule(strokeDash=[4, 3]).encode(x=alt.X("at:Q", scale=scale))
-    words = alt.Chart(alt.Data(values=labels)).mark_text(align="left", dx=8, fontSize=14)
+    words = alt.Chart(alt.Data(values=labels)).mark_text(align="left", dy=-12, fontSize=14)
     words = words.encode(y=y, x=alt.X("at:Q", scale=scale), text="text:N")
     title = alt.TitleParams(
         f"{sent:,} flights, {kills} kills",
         subtitle="read back from the sink; the line is what was sent",
         anchor="start",
+        offset=12,
     )
-    chart = alt.layer(marks, line, words).properties(width=760, height=150, title=title)
-    chart.configure(font="sans-serif", background="white", padding=16).configure_view(stroke=None).configure_title(
+    chart = alt.layer(marks, line, words).properties(width=360, height=170, title=title)
+    chart.configure(font="sans-serif", background="white", padding=12).configure_view(stroke=None).configure_title(
         fontSize=17, subtitleFontSize=13
     ).save(str(PICTURE))
 

@@ -1,6 +1,7 @@
 """Diagrams of docs/explanation.md and docs/receiver.md: steps in a row, and what a crash between two of them costs.
 
-Each follows the reader's colours by `prefers-color-scheme`, on the site and on GitHub, as docs/protocol.svg does.
+Each has a second drawing for narrow screens, which docs/site.py offers. Both follow the reader's colours by
+`prefers-color-scheme`, on the site and on GitHub, as docs/protocol.svg does.
 """
 
 from __future__ import annotations
@@ -159,34 +160,64 @@ def _text(x: int, y: int, text: str, kind: str = "") -> str:
     return f'<text x="{x}" y="{y}"{f" class={kind!r}" if kind else ""}>{escape(text)}</text>'.replace("'", '"')
 
 
-def svg(diagram: Diagram) -> str:
-    width = len(diagram.steps) * (_WIDTH + _GAP) - _GAP + 40
-    said = ". ".join(f"{s.name}: {' '.join(s.text)}; killed after it: {' '.join(s.crash)}" for s in diagram.steps)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 200" width="{width}" height="200" role="img">',
-        f"<title>{escape(diagram.title)}</title><desc>{escape(said)}</desc>",
-        _STYLE,
+def _step(step: Step, left: int, top: int, where: tuple[int, int], crash: tuple[int, int]) -> list[str]:
+    """A box, with who does it and what a crash costs at the given places."""
+    kind = "box deciding" if step.decides else "box"
+    middle = left + _WIDTH // 2
+    return [
+        _text(*where, step.where, "small"),
+        f'<rect class="{kind}" x="{left}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>',
+        _text(middle, top + 24, step.name, "step"),
+        *(_text(middle, top + 45 + 18 * n, line, "small") for n, line in enumerate(step.text)),
+        _text(*crash, "✕ killed here", "crash"),
+        *(_text(crash[0], crash[1] + 20 + 18 * n, line, "small") for n, line in enumerate(step.crash)),
     ]
+
+
+def _svg(diagram: Diagram, width: int, height: int, lines: list[str]) -> str:
+    said = ". ".join(f"{s.name}: {' '.join(s.text)}; killed after it: {' '.join(s.crash)}" for s in diagram.steps)
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
+            f"<title>{escape(diagram.title)}</title><desc>{escape(said)}</desc>",
+            _STYLE,
+            *lines,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def wide(diagram: Diagram) -> str:
+    """Steps in a row."""
+    lines = []
     for i, step in enumerate(diagram.steps):
         left = 20 + i * (_WIDTH + _GAP)
         middle = left + _WIDTH // 2
-        kind = "box deciding" if step.decides else "box"
-        lines += [
-            _text(middle, 28, step.where, "small"),
-            f'<rect class="{kind}" x="{left}" y="{_TOP}" width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>',
-            _text(middle, _TOP + 24, step.name, "step"),
-            *(_text(middle, _TOP + 45 + 18 * n, line, "small") for n, line in enumerate(step.text)),
-            _text(middle, _TOP + _HEIGHT + 24, "✕ killed here", "crash"),
-            *(_text(middle, _TOP + _HEIGHT + 44 + 18 * n, line, "small") for n, line in enumerate(step.crash)),
-        ]
+        lines += _step(step, left, _TOP, (middle, 28), (middle, _TOP + _HEIGHT + 24))
         if i:
             at = _TOP + _HEIGHT // 2
             lines.append(f'<path class="arrow" d="M{left - _GAP} {at}H{left - 3}m-6 -5 6 5 -6 5"/>')
-    return "\n".join([*lines, "</svg>", ""])
+    return _svg(diagram, len(diagram.steps) * (_WIDTH + _GAP) - _GAP + 40, 200, lines)
+
+
+def narrow(diagram: Diagram) -> str:
+    """Steps below each other, for a telephone."""
+    lines = []
+    middle, aside = 4 + _WIDTH // 2, 4 + _WIDTH + 88
+    for i, step in enumerate(diagram.steps):
+        top = 4 + i * (_HEIGHT + _GAP)
+        lines += _step(step, 4, top, (aside, top + 12), (aside, top + 34))
+        if i:
+            lines.append(f'<path class="arrow" d="M{middle} {top - _GAP}V{top - 3}m-5 -6 5 6 5 -6"/>')
+    return _svg(diagram, _WIDTH + 180, len(diagram.steps) * (_HEIGHT + _GAP) - _GAP + 8, lines)
 
 
 def pages() -> dict[Path, str]:
-    return {FOLDER / f"{name}.svg": svg(diagram) for name, diagram in DIAGRAMS.items()}
+    return {FOLDER / f"{name}.svg": wide(diagram) for name, diagram in DIAGRAMS.items()} | {
+        FOLDER / f"{name}-narrow.svg": narrow(diagram) for name, diagram in DIAGRAMS.items()
+    }
 
 
 def follow_dark(picture: Path) -> None:

@@ -27,6 +27,9 @@ _UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
 
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _TARGET = re.compile(r'(?<=\]\()[^()\s]+(?=\))|(?<=src=")[^"]+(?=")|(?<=srcset=")[^"]+(?=")|(?<=href=")[^"]+(?=")')
+_DIAGRAM = re.compile(r"^!\[([^\]]*)\]\((diagrams/[\w-]+)\.svg\)$", re.MULTILINE)
+_BY_WIDTH = r'<picture><source media="(max-width: 44.9em)" srcset="\2-narrow.svg"><img alt="\1" src="\2.svg"></picture>'
+"""A diagram of docs/diagrams.py, which has a drawing for narrow screens beside it -> the one that fits."""
 _HOST = re.compile(r"[a-z]+:|//")
 
 
@@ -78,6 +81,7 @@ def staged(page: Path, text: str) -> str:
         file, anchor = linked(page, match[0])
         return os.path.relpath(place(file), place(page).parent) + (f"#{anchor}" if anchor else "")
 
+    text = _DIAGRAM.sub(_BY_WIDTH, text)
     text = "".join(_TARGET.sub(relative, part) if is_prose else part for part, is_prose in prose(text))
     return text if is_searched(page) else _UNSEARCHED + text
 
@@ -103,6 +107,7 @@ def stage() -> None:
             shutil.copyfile(ROOT / file, PAGES / place(file))
     with (PAGES / "errors.md").open("a", encoding="utf-8") as page_of_errors:
         page_of_errors.write(errors.index())
+    shutil.copytree(ROOT / "docs" / "diagrams", PAGES / "diagrams", dirs_exist_ok=True)
     (PAGES / "errors").mkdir()
     for name, text in errors.pages():  # not kept in docs/: they would change with every error
         (PAGES / name).write_text(text, encoding="utf-8")
