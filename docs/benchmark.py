@@ -17,10 +17,12 @@ HERE = Path(__file__).parent
 _HEAD = """# Benchmark
 
 Rates, CPU and memory next to Spark's own sinks and Flink, in one run (`make bench`). Look here before you size a
-pipeline: {records:,} records of 8 + 100 bytes from one topic of
-4 partitions into another, lz4, acks=all, on one machine with {cores} cores that runs Spark, its workers and the broker.
-Each repetition runs all cases in turn, each in its own session and JVM, from the start of the query to its end. A
-separate reader counts what arrived before a rate is accepted. Batches have 3 million records.
+pipeline.
+
+{records:,} records of 8 + 100 bytes go from one topic of 4 partitions into another, lz4, acks=all, on one machine with
+{cores} cores that runs Spark, its workers and the broker. Each repetition runs all cases in turn, each in its own
+session and JVM, from the start of the query to its end. A separate reader counts what arrived before a rate is
+accepted. Batches have 3 million records.
 
 *Spark's own* is the Kafka connector that ships with Spark (JARs, at least once). *Direct* is `delivered.Pipeline` with
 an Arrow transform or none: records do not pass through the JVM.{flink}
@@ -264,7 +266,7 @@ def _why(run: dict[str, Any]) -> list[str]:
         f"{first / 1000:.1f} s, a later one of 3 million records {later / 1000:.1f} s: {rate:,.0f} records/s. The "
         "difference is the start: the JVM loads and compiles Spark's classes, and Python processes import, one after "
         "the other ([decision 087](decisions/087-forked-planning-processes.md)); it also holds most of what a record "
-        "costs above half of Flink's CPU. Ratios between our own guarantees differ by less than the repetitions do.",
+        "costs above half of Flink's CPU. The guarantees differ by less than the repetitions do.",
         "",
     ]
 

@@ -87,19 +87,19 @@ def runs(results: Sequence[dict[str, Any]]) -> list[str]:
     times = sum(len(r["ran"]) for r in known)
     broke = [r for r in known if any(run[-1] == Verdict.BROKEN.value for run in r["ran"])]
     older = sum(map(is_older, results))
-    lines = [
-        f"{len(results) - older} of {len(results)} cells are of the code that is here. {older} are older ({OLDER}):",
-        "the engine, the ledger, a kit or a connector changed since, or their commit is not on record",
-        f"({len(results) - len(known)}, of before 26 November 2026). {times} runs are on record;",
-        f"{len(broke)} cells broke in any of them.",
-        f"In {sum(r.get('start') == AHEAD for r in results)} cells of `spark` the last run was by",
-        "[drivers that were started ahead](verify.md#drivers-that-are-started-ahead); in the others every start was a",
-        "process of its own.",
-        "`verified.json` holds the time, commit, code and verdict of every run of a cell, and versions of the last;",
-        "`delivered verify --only SINK/GUARANTEE/WORKLOAD/FAULT --service SERVICE --seed SEED` repeats it.",
+    unrecorded = len(results) - len(known)
+    return [
+        f"- Of {len(results):,} cells, {len(results) - older:,} ran on the code as it is. {older:,} are older",
+        f"  ({OLDER}): the engine, the ledger, a kit or a connector has changed since, or their commit is not on record",
+        f"  ({unrecorded:,}, from before 26 November 2026).",
+        f"- {times:,} runs are on record. Cells that broke in one of them: {len(broke):,}."
+        + (f" Broken once, held since: {'; '.join(_name(r) for r in broke)}." if broke else ""),
+        f"- In {sum(r.get('start') == AHEAD for r in results):,} cells of `spark` the last run was by",
+        "  [drivers that were started ahead](verify.md#drivers-that-are-started-ahead); in the others every start was",
+        "  a process of its own.",
+        "- `verified.json` holds the time, commit, code and verdict of every run of a cell, and versions of the last;",
+        "  `delivered verify --only SINK/GUARANTEE/WORKLOAD/FAULT --service SERVICE --seed SEED` repeats it.",
     ]
-    lines += [f"Broken once, held since: {'; '.join(_name(r) for r in broke)}."] if broke else []
-    return lines
 
 
 def _name(result: dict[str, Any]) -> str:
@@ -107,13 +107,28 @@ def _name(result: dict[str, Any]) -> str:
 
 
 def environments(results: Sequence[dict[str, Any]]) -> list[str]:
-    lines = ["| cells | last runs | versions |", "|---:|---|---|"]
-    for name, found in _stored().get("versions", {}).items():
+    """Versions of the last runs: packages that all share, and a row for each combination of the others and servers."""
+    known = {
+        name: {package: version for package, version in found.items() if version != "not installed"}
+        for name, found in _stored().get("versions", {}).items()
+    }
+    if not known:
+        return []
+    shared = dict(set.intersection(*(set(found.items()) for found in known.values())))
+    texts = {name: {n: v for n, v in found.items() if n not in shared} for name, found in known.items()}
+    first = next(iter(known.values()))
+    lines = [
+        f"Versions in all of them: {', '.join(f'{n} {v}' for n, v in first.items() if n in shared)}.",
+        "",
+        "| cells | last runs | besides |",
+        "|---:|---|---|",
+    ]
+    for name, others in texts.items():
         cells = [r for r in results if r.get("on") == name]
         days = sorted({r["ran"][-1][0][:10] for r in cells})
-        text = ", ".join(f"{n} {v}" for n, v in found.items() if v != "not installed")
+        text = ", ".join(f"{n} {v}" for n, v in others.items())
         lines.append(f"| {len(cells)} | {' to '.join(dict.fromkeys([days[0], days[-1]]))} | {text} |")
-    return lines if len(lines) > 2 else []
+    return lines
 
 
 def matrix_results(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -225,7 +240,7 @@ def _absences() -> list[str]:
     for sink in SINK_KINDS.values():
         for place, why in sink.absent.items():
             found.setdefault((place, why), []).append(sink.name)
-    return [f"{place} of {', '.join(sinks)} ({why})" for (place, why), sinks in found.items()]
+    return [f"- {place} of {', '.join(sinks)}: {why}" for (place, why), sinks in found.items()]
 
 
 def recovery(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -329,12 +344,15 @@ def page() -> str:
         [
             "# Verification results",
             "",
-            "What held when it was broken on purpose: the stored runs of [`delivered verify`](verify.md). Each cell",
-            "shows the worst verdict at that failure point and, in brackets, the number of faults injected.",
+            "Which guarantees held, sink by sink, when a process, a server or the network failed on purpose: the",
+            "stored runs of [`delivered verify`](verify.md). Look here before you rely on a combination.",
+            "",
+            "Each cell shows the worst verdict at that failure point and, in brackets, the number of faults injected.",
             "*Unproven*: not run, invalid or unknown. `spark` is the product as users run it; `engine` runs the same",
-            "connectors and commit engine in a loop that replaces Spark, and says nothing about Spark. `-`: no fault",
-            "applies:",
-            "; ".join(_absences()) + ".",
+            "connectors and commit engine in a loop that replaces Spark, and says nothing about Spark.",
+            "`-`: no fault applies:",
+            "",
+            *_absences(),
             "",
             "`kafka` is the connector with its default client, Arrow; `kafka-librdkafka` is its fall-back, whose",
             "cells were measured when librdkafka was the default and called by ctypes, except for one case per failure",
@@ -343,7 +361,7 @@ def page() -> str:
             "",
             "`mysql` and `mysql-xa` are MySQL itself, `mariadb` and `mariadb-xa` MariaDB.",
             "",
-            f"{len(results)} cases, {fired} faults.",
+            f"{len(results):,} cases, {fired:,} faults.",
             "",
             *runs(everything),
             "",
