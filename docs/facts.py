@@ -45,8 +45,8 @@ PAGES = {
     "kafka": Page(("kafka",), "kafka", f"Apache Kafka {kafka.VERSION}", ("kafka-python", "confluent-kafka"), "kafka"),
     "log": Page(("log",), "log", clients=("deltalake",)),
     "mysql": Page(("mysql",), "mysql", "MariaDB 10.11, MySQL 9.7", ("pymysql",), "mysql"),
-    "outbox": Page(("outbox",), "outbox", "PostgreSQL, MariaDB 10.11, SQLite", ("psycopg", "pymysql")),
-    "postgres": Page(("postgres",), "postgres", "PostgreSQL 18", ("psycopg",), "postgres"),
+    "outbox": Page(("outbox",), "outbox", "PostgreSQL 16, MariaDB 10.11, SQLite", ("psycopg", "pymysql")),
+    "postgres": Page(("postgres",), "postgres", "PostgreSQL 16", ("psycopg",), "postgres"),
     "pulsar": Page(("pulsar",), "pulsar", f"Apache Pulsar {pulsar.VERSION}", ("pulsar-client",), "pulsar"),
     "rabbitmq": Page(("rabbitmq", "rabbitmq_stream"), "rabbitmq", "RabbitMQ 3.10", ("pika",), "rabbitmq"),
     "rocketmq": Page(

@@ -90,7 +90,7 @@ def runs(results: Sequence[dict[str, Any]]) -> list[str]:
     unrecorded = len(results) - len(known)
     return [
         f"- Of {len(results):,} cells, {len(results) - older:,} ran on the code as it is. {older:,} are older",
-        f"  ({OLDER}): the engine, the ledger, a kit or a connector has changed since, or their commit is not on record",
+        f"  ({OLDER}): engine, ledger, a kit or a connector has changed since, or their commit is not on record",
         f"  ({unrecorded:,}, from before 26 November 2026).",
         f"- {times:,} runs are on record. Cells that broke in one of them: {len(broke):,}."
         + (f" Broken once, held since: {'; '.join(_name(r) for r in broke)}." if broke else ""),
