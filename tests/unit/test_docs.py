@@ -58,7 +58,7 @@ _COLUMNS_MAX = 142
 
 
 def test_prose_is_wrapped() -> None:
-    """A change of a word is then a change of a line or two. Tables and what a generator writes have lines of any length."""
+    """So that a changed word changes a line or two. Tables and what generators write have lines of any length."""
     long = []
     for page in pages_of_site():
         if page.stem in _GENERATED or page.name == "CHANGELOG.md" or "decisions" in page.parts:
