@@ -20,15 +20,26 @@ def table() -> str:
     versions = sorted(found, key=lambda v: tuple(map(int, v.split("."))))
     groups = list(SLICE)
     lines = [f"| tests of | {' | '.join(f'Spark {v}' for v in versions)} |", "|---|" + "---|" * len(versions)]
-    lines += [f"| {g} | {' | '.join(_cell(v, found[v], g) for v in versions)} |" for g in groups]
-    runs = "; ".join(
-        f"{v}: commit {found[v]['commit']}, {found[v]['date']}, Python {found[v]['python']}" for v in versions
-    )
-    lines += ["", f"{runs}. Run it again: `make spark-versions`."]
+    others: dict[str, int] = {}
+    lines += [f"| {g} | {' | '.join(_cell(v, found[v], g, others) for v in versions)} |" for g in groups]
+    runs: dict[str, list[str]] = {}
+    for v in versions:
+        runs.setdefault(f"commit {found[v]['commit']}, {found[v]['date']}, Python {found[v]['python']}", []).append(v)
+    lines += ["", f"{_listed(runs)}. Run it again: `make spark-versions`."]
+    lines += ["", "; ".join(f"[{n}] {run}" for run, n in others.items()) + "."] if others else []
     return "\n".join([*lines, *_kills({v: found[v]["kills"] for v in versions if "kills" in found[v]})])
 
 
-def _cell(name: str, version: dict[str, Any], group: str) -> str:
+def _listed(runs: dict[str, list[str]]) -> str:
+    """Runs, with the versions of Spark that each is of."""
+    return "; ".join(f"{', '.join(dict.fromkeys(of))}: {run}" for run, of in runs.items())
+
+
+def _cell(name: str, version: dict[str, Any], group: str, others: dict[str, int]) -> str:
+    """
+    Args:
+        others: runs of other commits -> the number under which they are listed; may get one more.
+    """
     run = version["groups"].get(group)
     if run is None:
         return "not run" if group in groups_of(name) else "refused"
@@ -38,7 +49,10 @@ def _cell(name: str, version: dict[str, Any], group: str) -> str:
     if run["failed"]:
         text += f", **{run['failed']} failed**: {', '.join(run['names'])}"
     ran = [run.get(key, version[key]) for key in ("commit", "date")]
-    return text + (f" (commit {', '.join(ran)})" if ran[0] != version["commit"] else "")
+    if ran[0] == version["commit"]:
+        return text
+    number = others.setdefault(f"commit {', '.join(ran)}", len(others) + 1)
+    return f"{text} [{number}]"
 
 
 def _kills(found: dict[str, Any]) -> list[str]:
@@ -57,8 +71,11 @@ def _kills(found: dict[str, Any]) -> list[str]:
         counts = [sum(run[name] for run in runs) for name in ("kills", "rows")]
         damage = [_sum([run["damage"].get(sink) for run in runs]) for sink in ("sqlite", "kafka")]
         lines.append(_row(version, counts[0], *(killed[kind] for kind in kinds), f"{counts[1]:,}", *damage))
-    ran = [f"{v}: commit {r['commit']}, {r['date']}, seed {seed}" for v, of in found.items() for seed, r in of.items()]
-    return [*lines, "", f"{'; '.join(ran)}."]
+    ran: dict[str, list[str]] = {}
+    for version, by_seed in found.items():
+        for seed, run in by_seed.items():
+            ran.setdefault(f"commit {run['commit']}, {run['date']}", []).append(f"{version} seed {seed}")
+    return [*lines, "", f"{_listed(ran)}."]
 
 
 def _sum(pairs: list[list[int] | None]) -> str:
