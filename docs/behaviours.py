@@ -14,7 +14,8 @@ def _fact(fact: Fact) -> str:
     if isinstance(fact, bool):
         return "yes" if fact else "no"
     text = "nothing" if fact in (None, "") else str(fact).replace("|", "\\|")
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 4] + " ..."
+    text = text if len(text) <= _SHOWN else text[: _SHOWN - 4] + " ..."
+    return text.replace("<", "&lt;")
 
 
 def _line(row: Row) -> str:

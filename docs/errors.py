@@ -70,7 +70,7 @@ AREAS = (
 )
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text for Markdown; what is in backticks stays."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     return "".join(p if p.startswith("`") else re.sub(r"[\\*\[\]<>#]", _mark, p) for p in parts)
@@ -110,10 +110,10 @@ def _described(code: str, entry: dict[str, Any]) -> Iterator[str]:
     shown = to_json(code, entry)
     yield from (f"## `{shown['code']}`", "")
     if shown["meaning"]:
-        yield from (_escaped(shown["meaning"]), "")
+        yield from (escaped(shown["meaning"]), "")
     for cause in shown["causes"]:
         name = f"`{cause['condition']}`: " if cause["condition"] else ""
-        yield f"- {name}{_escaped(cause['cause'])} **Next:** {_escaped(cause['next'])}"
+        yield f"- {name}{escaped(cause['cause'])} **Next:** {escaped(cause['next'])}"
     yield ""
     if "docs" in shown:
         yield from (f"More: [{shown['docs'].partition('#')[0]}](../{shown['docs']})", "")

@@ -27,6 +27,7 @@ from docs import (
     value_types,
     verified,
 )
+from docs.errors import escaped
 
 from delivered.model.options import OptionTable
 from delivered.pipeline.file import as_text
@@ -36,12 +37,16 @@ from delivered.pipeline.spec import PIPELINE_OPTIONS
 DOCS = Path(__file__).parent
 
 
+def _in_table(text: str) -> str:
+    return escaped(text).replace("|", "\\|")
+
+
 def options_table(table: OptionTable) -> list[str]:
     lines = ["| option | default | meaning |", "|---|---|---|"]
     for option in sorted(table.options, key=lambda o: not o.required):
         default = "required" if option.required else (option.default or "")
         secret = " Secret: write `env:NAME` or `file:PATH`." if option.secret else ""
-        lines.append(f"| `{option.name}` | {default} | {option.doc}{secret} |")
+        lines.append(f"| `{option.name}` | {_in_table(default)} | {_in_table(option.doc)}{secret} |")
     lines += [f"| `{prefix}*` | | Passed to the client library. |" for prefix in table.passthrough]
     return lines
 

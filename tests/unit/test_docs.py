@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 from docs import notebook, screenshots
@@ -51,6 +52,41 @@ def test_pages_use_the_words_of_the_field() -> None:
         for pattern, instead in _WORDS.items():
             found += [f"{page}: {m[0]!r}, write: {instead}" for m in re.finditer(pattern, text, re.IGNORECASE)]
     assert found == []
+
+
+_TAGS = {"a", "br", "div", "img", "picture", "source"}
+
+
+def test_placeholders_are_no_html() -> None:
+    """A browser would drop `<topic>` outside of code; and a bar in a cell would begin another."""
+    found = []
+    for page in pages_of_site():
+        text = "".join(part for part, is_prose in prose((ROOT / page).read_text(encoding="utf-8")) if is_prose)
+        outside = re.sub(r"``.*?``|`[^`]*`|<!--.*?-->", "", text, flags=re.DOTALL)
+        found += [f"{page}: {m[0]}" for m in re.finditer(r"</?(\w+)[^>\n]*>", outside) if m[1] not in _TAGS]
+        bars = [(line, len(re.findall(r"(?<!\\)\|", line))) for line in text.splitlines()]
+        found += [
+            f"{page}: {line}"
+            for (above, expected), (line, count) in pairwise(bars)
+            if above.startswith("|") and line.startswith("|") and count != expected
+        ]
+    assert found == []
+
+
+_WORDS_MAX = 110
+
+
+def test_no_paragraph_is_a_wall() -> None:
+    walls = []
+    for page in pages_of_site():
+        if not is_searched(page) or page.name in ("CHANGELOG.md", "SECURITY.md"):
+            continue
+        text = "".join(part for part, is_prose in prose((ROOT / page).read_text(encoding="utf-8")) if is_prose)
+        for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
+            words = len(paragraph.split())
+            if words > _WORDS_MAX and not paragraph.lstrip().startswith(("|", "<!--")):
+                walls.append(f"{page}, {words} words: {paragraph.strip()[:60]}")
+    assert walls == []
 
 
 _GENERATED = {"benchmark", "cli", "peers", "python", "spark-versions", "support", "types", "verified"}
