@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Set
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from delivered.cli.explain import to_json
 from delivered.model.errors import entries
 
-_SRC = Path(__file__).parents[1] / "src"
+DOCS = Path(__file__).parent
+_SRC = DOCS.parent / "src"
 _SPECIAL = {"<": "&lt;", ">": "&gt;"}
 _QUOTED = re.compile(r"""["']([A-Z][A-Z0-9_]+)(?:\.[A-Z0-9_.]+)?["']""")
 
@@ -106,6 +108,11 @@ def by_area() -> dict[Area, dict[str, Any]]:
     return found
 
 
+@cache
+def _title(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+
+
 def _described(code: str, entry: dict[str, Any]) -> Iterator[str]:
     shown = to_json(code, entry)
     yield from (f"## `{shown['code']}`", "")
@@ -116,7 +123,7 @@ def _described(code: str, entry: dict[str, Any]) -> Iterator[str]:
         yield f"- {name}{escaped(cause['cause'])} **Next:** {escaped(cause['next'])}"
     yield ""
     if "docs" in shown:
-        yield from (f"More: [{shown['docs'].partition('#')[0]}](../{shown['docs']})", "")
+        yield from (f"More: [{_title(shown['docs'].partition('#')[0])}](../{shown['docs']})", "")
 
 
 def pages() -> Iterator[tuple[str, str]]:

@@ -81,7 +81,7 @@ def table(name: str) -> str:
     page = PAGES[name]
     rows = [("install", f'`pip install "delivered[{page.extra}]"`' if page.extra else "nothing more")]
     if page.systems:
-        rows.append(("format", ", ".join(f"`delivered_{s}`; in a file `format: {s}`" for s in page.systems)))
+        rows.append(("format", "; ".join(f"`delivered_{s}`, in a file `format: {s}`" for s in page.systems)))
     rows += _guarantees(page)
     tested = [page.servers, ", ".join(map(_locked, page.clients))]
     if any(tested):
@@ -90,7 +90,7 @@ def table(name: str) -> str:
         rows.append(("development server", f"`delivered brokers start {page.start}`, on 127.0.0.1"))
     if page.systems:
         kinds = [
-            f"[{k}](../options.md#delivered_{s}-as-a-{k})"
+            f"[{f'`{s}` as a ' if len(page.systems) > 1 else ''}{k}](../options.md#delivered_{s}-as-a-{k})"
             for s in page.systems
             for k, examples in (("source", support.SOURCES), ("sink", support.SINKS))
             if any(e.system == s for e in examples)

@@ -103,9 +103,9 @@ def page() -> str:
         "# Bugs seen in other systems",
         "",
         "Delivery bugs of other systems and of this one, the rule that each led to, and the tests that keep it. Code,",
-        "docs and tests refer to them by number, such as (P7). Numbers after # are issues or pull requests of theirs.",
+        "docs and tests refer to them by number, such as (P7). Numbers after # are issues or pull requests there.",
         "",
-        "| | what happened | seen in | our rule | tests |",
+        "| | what happened | seen in | rule here | tests |",
         "|---|---|---|---|---|",
     ]
     named = tests()

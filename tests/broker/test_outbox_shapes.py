@@ -259,7 +259,7 @@ def test_a_key_or_an_identity_that_is_lost_later_is_a_problem_of_the_status_and_
     source = orders.source()
     source.recheck()
     orders.execute("ALTER TABLE {0} DROP CONSTRAINT {0}_pkey")
-    with pytest.raises(Refused, match=r"OUTBOX_IDENTITY.*no primary key.*goes on where it stood"):
+    with pytest.raises(Refused, match=r"OUTBOX_IDENTITY.*no primary key.*continues where it stood"):
         source.recheck()
     orders.execute("INSERT INTO {} VALUES (1, 'a', 'x')")
     with pytest.raises(Refused, match="OUTBOX_IDENTITY"):

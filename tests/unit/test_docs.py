@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from docs import notebook, screenshots
+from docs import errors, notebook, screenshots
 from docs.generate import pages
 from docs.site import ROOT, is_searched, prose
 from docs.site import pages as pages_of_site
@@ -44,10 +44,13 @@ _WORDS = {
 
 def test_pages_use_the_words_of_the_field() -> None:
     found = []
-    for page in pages_of_site():
-        if not is_searched(page) or page.name in ("CHANGELOG.md", "SECURITY.md", "types.md"):  # "ours": a name tried
-            continue
-        text = "".join(part for part, is_prose in prose((ROOT / page).read_text(encoding="utf-8")) if is_prose)
+    written = [
+        (page, (ROOT / page).read_text(encoding="utf-8"))
+        for page in pages_of_site()
+        if is_searched(page) and page.name not in ("CHANGELOG.md", "SECURITY.md", "types.md")  # "ours": a name tried
+    ]
+    for page, whole in [*written, *errors.pages()]:
+        text = "".join(part for part, is_prose in prose(whole) if is_prose)
         text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
         for pattern, instead in _WORDS.items():
             found += [f"{page}: {m[0]!r}, write: {instead}" for m in re.finditer(pattern, text, re.IGNORECASE)]
