@@ -44,20 +44,22 @@ def why_ended() -> DeliveredError | None:
 
 
 class Loss:
-    """How long an application has been without the executors that it had. One that waits for its first ones waits."""
+    """How long a job has waited for executors, of an application that had some. One that waits for its first ones
+    waits, and one without jobs needs none: dynamic allocation gives them back."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._had = False
 
-    def is_final(self, count: int, now: float) -> bool:
+    def is_final(self, count: int, jobs: int, now: float) -> bool:
         """
         Args:
             count: of executors.
+            jobs: that run or wait.
             now: in seconds.
         """
         self._had |= count > 0
-        if count > 0 or not self._had:
+        if count > 0 or not jobs or not self._had:
             self._since = None
             return False
         self._since = now if self._since is None else self._since
@@ -65,9 +67,9 @@ class Loss:
 
 
 def _look(spark: SparkSession) -> None:
-    loss = Loss()
+    loss, jobs = Loss(), spark.sparkContext.statusTracker()
     try:
-        while not loss.is_final(executors(spark), time.monotonic()):
+        while not loss.is_final(executors(spark), len(jobs.getActiveJobsIds()), time.monotonic()):
             time.sleep(_LOOK_S)
     except Exception:  # the session was stopped, or its JVM has ended
         return
