@@ -11,8 +11,8 @@ import pytest
 
 import delivered
 from delivered.operate import lineage
-from delivered.operate.lineage import Lineage, datasets
-from delivered.pipeline.endpoint import Endpoint
+from delivered.operate.lineage import Lineage
+from delivered.pipeline.endpoint import Endpoint, datasets
 
 TRANSPORT = "OPENLINEAGE__TRANSPORT"
 

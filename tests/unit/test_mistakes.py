@@ -43,6 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         connection.execute("CREATE TABLE orders (id TEXT)")
     (tmp_path / "orders.yaml").write_text(FILE.format(folder=tmp_path))
     (tmp_path / "file").touch()
+    (tmp_path / "utf-16.yaml").write_text(FILE, encoding="utf-16")
     return tmp_path
 
 
@@ -93,6 +94,14 @@ MISTAKES = {
         "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}",
         "{format: postgres, url: 'postgresql://127.0.0.1:CLOSED/shop', dbtable: orders, password: 'env:NO_SUCH'}",
     )),
+    "loop": Mistake("plan FILE", "SINK_IS_SOURCE", 'where: "..."', (
+        "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}", "{format: delta, path: FOLDER/in}",
+    )),
+    "unique index": Mistake("plan FILE", "KEY_NOT_UNIQUE", "CREATE UNIQUE INDEX by_key ON orders (id)", (
+        "table: orders", "table: orders, mode: upsert, keyColumns: id",
+    )),
+    "UTF-16": Mistake("plan FOLDER/utf-16.yaml", "FILE_UNREADABLE", "save it as UTF-8"),
+    "unnamed": Mistake("plan FILE", "COLUMN_MISSING", '"upper(topic)" ...;', ("AS id", "AS id, upper(topic)")),
     "checkpoint": Mistake("plan FILE --checkpoint FOLDER/file/c", "CHECKPOINT_UNWRITABLE", "a folder"),
     "pseudo file system": Mistake("plan FILE --checkpoint /proc/c", "CHECKPOINT_UNWRITABLE", "a folder"),
     "file": Mistake("plan FOLDER/order.yaml", "FILE_UNREADABLE", "did you mean FOLDER/orders.yaml?"),
@@ -102,6 +111,8 @@ MISTAKES = {
     "sink": Mistake("audit FILE --sink order", "AUDIT_SINK", "did you mean orders?"),
     "server": Mistake("brokers start kafak", "BROKER_UNKNOWN", "did you mean kafka?"),
     "code": Mistake("explain TOPIC_MISING", "CODE_UNKNOWN", "delivered explain DELIVERED_TOPIC_MISSING"),
+    "page": Mistake("ui FILE --port BUSY", "METRICS_PORT", "--port"),
+    "example": Mistake("init FILE", "EXAMPLE_EXISTS", "another-folder"),
     "port": Mistake("run FILE --no-wait --metrics-port BUSY", "METRICS_PORT", "another"),
     "no answer": Mistake("plan FILE", "POSTGRES_UNREACHABLE", "check", (
         "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}",
@@ -219,9 +230,10 @@ def test_a_renamed_pipeline_is_told_its_name(tmp_path: Path) -> None:
     assert "accept" not in said
 
 
-def test_a_misspelt_command_is_named() -> None:
-    done = CliRunner().invoke(app, ["pln", "orders.yaml"])
-    assert (done.exit_code, "plan" in done.output) == (2, True)
+@pytest.mark.parametrize(("written", "meant"), [("pln", "plan"), ("dead-leters", "dead-letters")])
+def test_a_misspelt_command_is_named(written: str, meant: str) -> None:
+    done = CliRunner().invoke(app, [written, "orders.yaml"])
+    assert (done.exit_code, f"'{meant}'" in done.output, "'letters'" in done.output) == (2, True, False)
 
 
 @pytest.mark.parametrize("code", ["SQL_NOT_DETERMINISTIC", "STOPPED_WITH_LAG", "TOPIC_MISSING"])

@@ -22,11 +22,11 @@ from delivered.model.options import Options as Declared
 from delivered.model.secrets import is_secret, redacted, shown, without_passwords
 from delivered.model.step import JsonLines
 from delivered.operate.asking import look
-from delivered.operate.lineage import Lineage, datasets
+from delivered.operate.lineage import Lineage
 from delivered.operate.page import look_with_flow, page
 from delivered.patterns.saga import Log
 from delivered.pipeline.definition import Definition
-from delivered.pipeline.endpoint import Endpoint, endpoint
+from delivered.pipeline.endpoint import Endpoint, datasets, endpoint
 from delivered.pipeline.registry import connectors, find_sink, find_source
 from delivered.planner import to_json
 

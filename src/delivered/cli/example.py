@@ -79,8 +79,8 @@ def write_example(folder: Path) -> tuple[Path, int]:
             raise MissingExtra("spark")
 
     file = folder / FILE
-    if file.exists():
-        raise UsageError("EXAMPLE_EXISTS", file=str(file))
+    if file.exists() or folder.is_file():
+        raise UsageError("EXAMPLE_EXISTS", file=str(file if file.exists() else folder))
     folder.mkdir(parents=True, exist_ok=True)
     orders = [{"id": f"order-{i:04}", "amount": (i * 37) % 1000 / 10} for i in range(RECORDS)]
     rows = pa.table(

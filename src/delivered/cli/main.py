@@ -125,10 +125,10 @@ class _Loading(Mapping[str, Any]):
         return typer.main.get_command(alone).commands[name]  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
+        return (name for name, place in COMMANDS.items() if not place.hidden)
 
     def __len__(self) -> int:
-        return len(COMMANDS)
+        return sum(1 for _ in self)
 
 
 class _Group(TyperGroup):

@@ -229,11 +229,12 @@ def ui(
     verified: VerifiedOption = None,
 ) -> None:
     """Serve the same as pages: an overview, and one for each pipeline; they load themselves again every 5 s."""
-    from delivered.operate.server import LOCAL, serve
+    from delivered.operate.server import LOCAL, check_port, serve
 
     address_text = f"http://{f'[{address}]' if ':' in address else address}:{port}/"
     chosen, pipelines = None if token is None else _token(token), files(paths)
     new = secrets.token_urlsafe(24) if token is None and address in LOCAL else None
+    check_port(address, port)
     note(f"serving {address_text}{f'?token={new}' if new else ''}")
     serve(
         pipelines,

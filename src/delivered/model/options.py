@@ -225,6 +225,8 @@ class OptionTable:
                 raise password_in_url(self.owner, name)
             if (name in secrets or is_secret(name)) and (meant := _meant_reference(str(value))):
                 raise UsageError("OPTION_VALUE.SECRET_REFERENCE", owner=self.owner, name=name, call=_call(name, meant))
+            if "." not in name and name not in secrets and (step := not_as_meant(str(value))):
+                raise UsageError("OPTION_VALUE.LITERAL", owner=self.owner, name=name, value=value, action=step)
             restored[name] = str(value)
         for option in self.options:
             if option.required and option.name not in restored:
@@ -408,6 +410,17 @@ def _meant_reference(value: str) -> str | None:
     """The reference that a misspelt one stands for; None: it is right, or none."""
     found = None if is_reference(value) else _LIKE_REFERENCE.fullmatch(value)
     return f"{found[1].lower()}:{'NAME' if found[1].lower() == 'env' else 'PATH'}" if found else None
+
+
+_ONE_SLASH = re.compile(r"(s3[an]?|gs|abfss?|wasbs?):/?([^/].*)", re.DOTALL)
+
+
+def not_as_meant(place: str) -> str | None:
+    """For a path or URL, a next step: it means an object store, or a variable, and would be a local file."""
+    if place.startswith("env:"):
+        return f"write the path itself, or let a shell fill it in: --set KEY=${place[4:]}; env: is for secrets"
+    found = _ONE_SLASH.fullmatch(place)
+    return found and f"write {found[1]}://{found[2]}"
 
 
 def resolve_secret(name: str, value: str) -> str:

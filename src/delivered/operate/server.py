@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -254,6 +255,14 @@ def serve(
     except ImportError:
         raise MissingExtra("ui") from None
     uvicorn.run(app, host=address, port=port, log_level="warning", access_log=False, http=timed_protocol())
+
+
+def check_port(address: str, port: int) -> None:
+    """Raises UsageError: another process has it, or this machine has no such address."""
+    try:
+        socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+    except OSError as error:
+        raise UsageError("METRICS_PORT", port=port, address=address, error=error.strerror or error) from None
 
 
 def timed_protocol() -> type[H11Protocol]:

@@ -129,8 +129,13 @@ def _check(endpoint: Endpoint, columns: pa.Schema) -> None:
     _certain(sink.check_schema, columns)
     if UNKNOWN not in columns.types:
         sink.check_rows(columns)
-    if (check := sink.target_check()) is not None:
+    if (check := sink.target_check()) is None:
+        return
+    try:
         check(columns)
+    except UsageError as error:
+        code, message, step = error.args
+        raise UsageError(code, message, re.sub(r"(ADD COLUMN .+?) None", r"\1 ...", step or "")) from None
 
 
 def _certain(check: Callable[[pa.Schema], None], columns: pa.Schema) -> None:

@@ -18,7 +18,7 @@ from delivered.model.dedup import Dedup
 from delivered.model.errors import Refused, UsageError
 from delivered.model.identity import SOURCE, SOURCE_NAME, checked_name
 from delivered.model.limits import NAME_LENGTH_MAX
-from delivered.model.options import choice, is_reference
+from delivered.model.options import choice, is_reference, not_as_meant
 from delivered.model.rows import OnBadRow
 from delivered.model.schedule import Cadence
 from delivered.model.secrets import shown
@@ -261,6 +261,10 @@ class Definition:
         self.name = checked_name("pipeline", name)
         self.guarantee = Guarantee.parse(guarantee)
         refuse_passwords(name, {"checkpoint": str(checkpoint), "master": master or ""})
+        if step := not_as_meant(str(checkpoint)):
+            raise UsageError("OPTION_VALUE.LITERAL", owner="Pipeline", name="checkpoint", value=checkpoint, action=step)
+        if master is not None and "://" not in master and not _MASTER.fullmatch(master):
+            raise UsageError("OPTION_VALUE.MASTER", master=master)
         self.checkpoint = _absolute(str(checkpoint))
         self.sources = _sources(source, sources)
         self.transform = as_transform(transform)
@@ -389,6 +393,9 @@ def _sink_spec(endpoint: Endpoint) -> SinkSpec:
     return SinkSpec(endpoint.system, endpoint.connector_options, endpoint.name)
 
 
+_MASTER = re.compile(r"local(\[(\*|\d+)(, *\d+)?\])?|local-cluster\[.*\]|yarn")
+
+
 def _absolute(location: str) -> str:
     """Make a local path absolute: Spark's driver and our workers may have other working directories."""
     if not location:
@@ -421,7 +428,7 @@ def _on_bad_row(on_bad_row: str, dead_letter: Endpoint | None) -> OnBadRow:
 
 def _resolve_location(folder: Path, location: str) -> str:
     """A relative path in a file is relative to the file."""
-    plain = "://" not in location and not location.startswith(("env:", "file:", "~"))
+    plain = ":" not in location.split("/", 1)[0] and not location.startswith("~")
     return str((folder / location).absolute()) if plain else location
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
@@ -304,3 +306,60 @@ def refuse_passwords(pipeline: str, places: Mapping[str, str]) -> None:
     for key, place in places.items():
         if holds_password(place):
             raise password_in_url(f"pipeline {pipeline!r}", key, step)
+
+
+# The same place under one name, whatever reads or writes it.
+
+_NAMES = ("subscribe", "topic", "topics", "queue", "streams", "exchange", "table")
+_POSTGRES, _MYSQL = ("postgres", 5432), ("mysql", 3306)
+_DATABASES = {"postgres": _POSTGRES, "postgresql": _POSTGRES, "mysql": _MYSQL, "mariadb": _MYSQL}
+
+
+def datasets(endpoint: Endpoint) -> Iterator[tuple[str, str]]:
+    """Namespace and name of each dataset of a source or sink, without credentials."""
+    options = {k.lower(): v for k, v in endpoint.options.items()}
+    url = options.get("url", "").removeprefix("jdbc:")
+    scheme = urlsplit(url).scheme
+    table = options.get("dbtable") or options.get("table")
+    if "path" in options or scheme in ("file", "sqlite"):
+        namespace, name = _file(options.get("path") or unquote(urlsplit(url).path))
+        yield namespace, f"{name}/{table}" if table and endpoint.system in ("sqlite", "outbox") else name
+    elif scheme in _DATABASES:
+        yield _table(url, scheme, table or "outbox_event")
+    elif "catalog.uri" in options or "catalog.warehouse" in options:  # Iceberg
+        catalog = urlsplit(options.get("catalog.uri") or options["catalog.warehouse"])
+        yield catalog._replace(netloc=catalog.netloc.rpartition("@")[2], query="").geturl(), str(table)
+    else:
+        server = options.get("kafka.bootstrap.servers") or options.get("endpoints") or url
+        namespace = f"{endpoint.system}://{_host(server)}"
+        for name in _topics(options):
+            yield namespace, name
+
+
+def _file(path: str) -> tuple[str, str]:
+    if "://" in path:
+        parts = urlsplit(path)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}", parts.path.strip("/")
+    return "file", str(Path(path).absolute())
+
+
+def _table(url: str, scheme: str, table: str) -> tuple[str, str]:
+    name, port = _DATABASES[scheme]
+    parts = urlsplit(url)
+    plain = table.replace('"', "").replace("`", "")
+    if name == "postgres" and "." not in plain:
+        plain = f"public.{plain}"
+    return f"{name}://{parts.hostname or 'localhost'}:{parts.port or port}", f"{unquote(parts.path.strip('/'))}.{plain}"
+
+
+def _host(servers: str) -> str:
+    """The first server's host and port, as the user wrote them."""
+    first = re.split(r"[,;]", servers.partition("://")[2] or servers)[0]
+    return first.partition("/")[0].rpartition("@")[2]
+
+
+def _topics(options: Mapping[str, str]) -> list[str]:
+    if "assign" in options:
+        return sorted(json.loads(options["assign"]))
+    names = next((options[name] for name in _NAMES if name in options), None) or options.get("subscribepattern", "")
+    return [name.strip() for name in names.split(",")]

@@ -34,7 +34,7 @@ from delivered.model.work import CheckpointView, LedgerState
 from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.columns import check_columns
 from delivered.pipeline.definition import Definition
-from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.endpoint import Endpoint, datasets
 from delivered.pipeline.registry import connectors
 from delivered.pipeline.spec import NO_INCARNATION, PipelineSpec, SinkSpec
 from delivered.planner import (
@@ -189,8 +189,16 @@ def _build_sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: b
         scope = Scope(pipeline.name, endpoint.name or sink.name, NO_INCARNATION)
         findings += _run_preflight(lambda: sink.check_ledger(scope))
         checked = tuple(sink.checked_target())
-    found = (*_find_unencrypted(endpoint, sink), *findings)
+    found = (*_find_unencrypted(endpoint, sink), *_find_loop(pipeline, endpoint), *findings)
     return SinkFacts(endpoint.name or sink.name, endpoint.label, sink.capability(), found, checked)
+
+
+def _find_loop(pipeline: Definition, endpoint: Endpoint) -> Iterator[Finding]:
+    """A refusal if the source reads again whatever this sink writes. With `where`, some rows may be meant to return."""
+    read = {place for e in pipeline.sources.values() for place in datasets(e)}
+    for server, name in datasets(endpoint) if endpoint.projection.where is None else ():
+        if name and (server, name) in read:
+            yield Finding.build("SINK_IS_SOURCE", refuses=True, sink=endpoint.label, name=name)
 
 
 def _find_unencrypted(endpoint: Endpoint, part: Any) -> Iterator[Finding]:

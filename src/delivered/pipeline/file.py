@@ -406,6 +406,10 @@ ENVIRONMENT = {
 """Environment variables that override the file."""
 
 _REFERENCE = re.compile(r"\$\{(env:[A-Za-z_][A-Za-z0-9_]*|file:[^}]+)\}")
+_VARIABLE = re.compile(r"\$[A-Z_][A-Z0-9_]*")
+"""As a shell writes it."""
+_QUOTES = tuple("\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb")
+"""Typographic ones: YAML knows only ' and "."""
 _MODELS: dict[str, type[BaseModel]] = {
     "": PipelineFile,
     "source": SourceEntry,
@@ -414,6 +418,7 @@ _MODELS: dict[str, type[BaseModel]] = {
     "dedup": DedupEntry,
     "transform": TransformEntry,
     "audit": PipelineAuditEntry,
+    "notify": NotifyEntry,
 }
 _ERRORS_SHOWN = 5
 
@@ -434,7 +439,8 @@ def load_file(path: str | Path, overrides: Mapping[str, Any] | None = None) -> P
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError("FILE_UNREADABLE", path=str(path), reason=reason, hint=_files_near(path)) from None
+        hint = _files_near(path) if isinstance(error, OSError) else "save it as UTF-8; "
+        raise UsageError("FILE_UNREADABLE", path=str(path), reason=reason, hint=hint) from None
     return load_text(text, str(path), overrides)
 
 
@@ -509,14 +515,21 @@ def _not_yaml(text: str, name: str, error: yaml.YAMLError) -> UsageError:
     problem = getattr(error, "problem", None) or str(error)
     line = mark.line + 1 if mark else 0
     action = f"correct line {line}" if line else "correct the file"
-    texts = [*text.splitlines(), ""]
-    before = texts[mark.line][: mark.column + 1] if mark else ""
+    texts = [*text.splitlines(), "", ""]
+    at = texts[mark.line] if mark else ""
+    before = at[: mark.column + 1] if mark else ""
+    context = str(getattr(error, "context", ""))
     if "\t" in before and before.isspace():
         problem, action = "a tab indents it, where YAML takes blanks only", f"replace the tab in line {line} by blanks"
-    elif opened and "flow" in str(getattr(error, "context", "")):
+    elif opened and ("flow mapping" in context or "flow sequence" in context):
         bracket = texts[opened.line][opened.column]
         problem = f"{problem}; the {bracket} of line {opened.line + 1} is open"
         action = f"close the {bracket} of line {opened.line + 1}, or quote what stands in it"
+    elif opened and "simple key" in context:
+        line = opened.line + 1
+        problem, action = "no ': ' follows the key", f"write a colon and a blank after the key of line {line}"
+    elif problem.startswith("mapping values are not allowed") and len(re.findall(r":\s", f"{at} ")) < 2:
+        problem, action = "it is deeper than the line before, which has a value", f"indent line {line} like that one"
     elif problem.startswith("mapping values are not allowed"):
         problem, action = "a second ': ' in one line", f"quote the value in line {line}, or start a line for its keys"
     return UsageError(
@@ -552,11 +565,14 @@ def _resolve_references(value: Any, name: str, lines: Mapping[Path_, int], path:
             return {k: _resolve_references(v, name, lines, (*path, k)) for k, v in value.items()}
         case list():
             return [_resolve_references(v, name, lines, (*path, i)) for i, v in enumerate(value)]
-        case str() if "${" in value:
+        case str() if "${" in value or _VARIABLE.fullmatch(value):
             reference = _REFERENCE.fullmatch(value.strip())
             if reference is None:
                 raise UsageError("REFERENCE_INVALID", name=name, lines=_line(lines, path), path=_dotted(path))
             return reference.group(1)
+        case str() if value[:1] in _QUOTES:
+            line = _line(lines, path)
+            raise UsageError("FILE_INVALID.QUOTES", name=name, lines=line, path=_dotted(path), mark=value[0])
     return value
 
 
@@ -593,6 +609,8 @@ def _validate(data: dict[str, Any], name: str, lines: Mapping[Path_, int], origi
     except pydantic.ValidationError as error:
         faults = list(_describe_faults(error, name, lines, origins))
     texts, steps = [t for t, _ in faults[:_ERRORS_SHOWN]], [s for _, s in faults if s]
+    meant = {s[7:-1] for s in steps if s.startswith("write '")}  # what is missing is there, misspelt
+    steps = [s for s in steps if not (s.startswith("add ") and re.split(r"[ :]", s)[1].split(".")[-1] in meant)]
     more = f" (and {len(faults) - _ERRORS_SHOWN} more)" if len(faults) > _ERRORS_SHOWN else ""
     raise UsageError(
         "FILE_INVALID.VALUES", problems="; ".join(texts) + more, action="; ".join(steps[:_ERRORS_SHOWN]) or _SEE_KEYS
@@ -655,11 +673,15 @@ def _known_part(loc: tuple[int | str, ...], lines: Mapping[Path_, int]) -> Path_
 
 
 def _unknown(where: str, path: Path_) -> tuple[str, str | None]:
-    model = _MODELS.get(str(path[0]) if len(path) > 1 else "", PipelineFile)
-    key = str(path[-1])
+    at = str(path[0]) if len(path) > 1 else ""
+    model, key = AuditEntry if path[-2:-1] == ("audit",) and at else _MODELS.get(at, PipelineFile), str(path[-1])
     near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
     known = ", ".join(model.model_fields)
-    return f"{where}: unknown key {_dotted(path)!r}; known: {known}", f"write {near[0]!r}" if near else "remove it"
+    step = f"write {near[0]!r}" if near else "write one of these keys, or remove it"
+    if not near and (places := [name for name, m in _MODELS.items() if key in m.model_fields]):
+        under = f"under {places[0]!r}: {places[0]}: {{{key}: ...}}" if places[0] else "at the top level"
+        step = f"write it {under}"
+    return f"{where}: unknown key {_dotted(path)!r}; known: {known}", step
 
 
 def _suggest(path: tuple[str | int, ...]) -> str | None:

@@ -34,6 +34,12 @@ _OWN = {
 """Our own connectors: code without installed metadata (`--py-files`, an older editable install) has them too."""
 
 
+_SAME = {"mariadb": "mysql", "jdbc": "postgres", "amqp": "rabbitmq", "stomp": "activemq", "artemis": "activemq"}
+"""What other tools call it."""
+_FILES = ("parquet", "csv", "json")
+"""Formats of Spark's, and values of `fileFormat`."""
+
+
 def _find_others() -> dict[str, EntryPoint]:
     """Connectors of other packages. Reads the metadata of every installed package."""
     return {e.name: e for e in entry_points(group=ENTRY_POINTS) if e.name not in _OWN}
@@ -80,7 +86,9 @@ def connector(name: str) -> Connector:
         return _load(_OWN[name])
     entries = _OWN | _find_others()
     if name not in entries:
-        near = difflib.get_close_matches(name, entries, n=1)
+        near = [_SAME[name]] if name in _SAME else difflib.get_close_matches(name, entries, n=1)
+        if name in _FILES:
+            raise UsageError("FORMAT_UNKNOWN.FILES", name=name, known=", ".join(sorted(entries)))
         raise UsageError(
             "FORMAT_UNKNOWN.NEAR" if near else "FORMAT_UNKNOWN.OTHER",
             name=name,

@@ -72,6 +72,7 @@ to_protobuf uuid variant_explode variant_explode_outer
 _SQL_ONLY = frozenset(_SQL_ONLY_TEXT.split())
 """Functions of SQL that `pyspark.sql.functions` has not, in one of the versions from 3.5 on."""
 _STARTS = ("SELECT", "WITH", "FROM", "VALUES", "TABLE")
+_CHANGES = frozenset(("insert", "update", "delete", "merge", "create", "drop", "alter", "truncate"))
 _CLAUSES = ("FROM", "WHERE", "GROUP", "ORDER", "HAVING", "LIMIT", "JOIN", "UNION")
 _NAMES = frozenset(("source", "value", "key", "topic"))
 """Keywords that are names in a query over a source."""
@@ -220,6 +221,7 @@ class _Query:
             self._unknown_function(words, names),
             *(self._unknown_view(table, names) for table in tree.find_all(exp.Table)),
             *(self._unknown_column(column, names) for column in tree.find_all(exp.Column)),
+            self._wrong_where(tree, names),
         )
         error = next((p for p in problems if isinstance(p, UsageError)), None)
         doubts = [p for p in problems if isinstance(p, str)] + [odd for odd in (_odd(words),) if odd]
@@ -258,6 +260,11 @@ class _Query:
             return self._wrong("SQL_INVALID.EMPTY", "", 0)
         if first.is_plain:
             return self._wrong("SQL_INVALID.START", first.text, first.start, _STARTS)
+        if first.lower in _CHANGES:
+            return self._wrong("SQL_INVALID.NO_QUERY", first.text, first.start)
+        after = next((two for one, two in pairwise(words) if one.text == ";"), None)
+        if after is not None and first.text.upper() in _STARTS:
+            return self._wrong("SQL_INVALID.SEVERAL", ";", after.start)
         depth = 0
         for word in words:
             depth += (word.text == "(") - (word.text == ")")
@@ -270,9 +277,11 @@ class _Query:
             return None
         for one, two, three in zip(words, words[1:], words[2:], strict=False):
             outer = all(w.is_plain or w.lower in _NAMES for w in (one, three))
-            if two.is_plain and outer:
+            named = one.lower == "as" and (two.is_plain or two.quoted)
+            if (two.is_plain and outer) or (named and (three.is_plain or not three.text)):
                 hint = did_you_mean(two.text, _CLAUSES)
-                return self._wrong("SQL_INVALID.WORDS", f"{one.text} {two.text} {three.text}", one.start, hint=hint)
+                words_ = f"{one.text} {two.text} {three.text or self._sql[three.start :].split()[0]}"
+                return self._wrong("SQL_INVALID.WORDS", words_, one.start, hint=hint)
         return self._comma(words) or self._unknown_type(words) or self._wrong_count(words)
 
     def _comma(self, words: list[_Word]) -> UsageError | None:
@@ -347,6 +356,9 @@ class _Query:
         from sqlglot import exp
 
         name, of = column.name, column.table.lower()
+        if of in self._columns and not self._has_fields(of, names) and column.args.get("db") is None:
+            path = f"get_json_object(CAST({column.table} AS STRING), '$.{name}') reads it of JSON; "
+            return self._wrong("SQL_INVALID.FIELD", f"{column.table}.{name}", _start(column.this), hint=path)
         if not name or name == "*" or (of and of not in self._sources) or of in self._columns:
             return None
         if isinstance(column.parent, exp.Kwarg) and column.arg_key == "this":
@@ -356,6 +368,30 @@ class _Query:
         if names.opaque or name.lower() in _GENERATED | _UNITS | _KEYWORDS | _functions() | {"_metadata"}:
             return f"it reads a column {name}"
         return self._wrong("SQL_INVALID.COLUMN", name, _start(column.this), list(self._columns.values()))
+
+    def _has_fields(self, name: str, names: _Names) -> bool:
+        """Whether `name.field` may be a field of this column, or a column of a table of that name."""
+        types = [f.type for schema in self._sources.values() for f in schema if f.name.lower() == name]
+        certain = all(pa.types.is_primitive(t) or pa.types.is_string(t) or pa.types.is_binary(t) for t in types)
+        return not certain or UNKNOWN in types or name in self._sources | dict.fromkeys(names.given)
+
+    def _wrong_where(self, tree: exp.Query, names: _Names) -> UsageError | None:
+        """An aggregate, or a name that SELECT gives, in the only WHERE."""
+        from sqlglot import exp
+
+        where = tree.args.get("where")
+        if where is None or names.opaque or tree.find(exp.Subquery, exp.CTE, exp.Join, exp.Lambda, exp.Window):
+            return None
+        if len(list(tree.find_all(exp.Select))) > 1:
+            return None
+        at = re.search(r"\bwhere\b", self._sql, re.IGNORECASE)
+        if (found := where.find(*_aggregates())) is not None:
+            return self._wrong("SQL_INVALID.WHERE_AGGREGATE", found.sql_name().lower(), at.start() if at else 0)
+        given = {item.alias.lower() for item in tree.expressions if isinstance(item, exp.Alias)} - set(self._columns)
+        for column in where.find_all(exp.Column):
+            if not column.table and column.name.lower() in given:
+                return self._wrong("SQL_INVALID.WHERE_ALIAS", column.name, _start(column.this))
+        return None
 
     def _result(self, tree: exp.Query, names: _Names) -> pa.Schema | None:
         """Columns of its rows, where each is named, or is one of the only source."""
@@ -379,6 +415,10 @@ class _Query:
                 fields.append(pa.field(item.name, types[item.name.lower()]))
             elif isinstance(item, exp.Alias) and item.alias:
                 fields.append(pa.field(item.alias, _type(item.this, types)))
+            elif isinstance(item, exp.Cast) and isinstance(item.this, exp.Column):
+                fields.append(pa.field(item.this.name, _type(item, types)))
+            elif isinstance(item, _unnamed()) and not item.find(exp.Star):
+                fields.append(pa.field(item.sql("spark").lower(), UNKNOWN))
             else:
                 return None
         return pa.schema(fields)
@@ -392,7 +432,7 @@ class _Query:
         tables = list(tree.find_all(exp.Table))
         if len(tables) != 1 or tables[0].name.lower() not in self._sources:
             return False
-        return any(item.find(exp.Count, exp.Sum, exp.Avg, exp.Min, exp.Max) for item in tree.expressions)
+        return any(item.find(*_aggregates()) for item in tree.expressions)
 
 
 _QUOTED = re.compile(r"--[^\n]*|/\*.*?\*/|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|`[^`]*`", re.DOTALL)
@@ -497,7 +537,22 @@ def _type(value: exp.Expression, columns: Mapping[str, pa.DataType]) -> pa.DataT
         return _TYPES.get(value.to.this.value if hasattr(value.to.this, "value") else "", UNKNOWN)
     if isinstance(value, exp.Count):
         return pa.int64()
+    if isinstance(value, exp.Literal) and value.is_string:
+        return pa.string()
     return UNKNOWN
+
+
+def _aggregates() -> tuple[type[exp.Expression], ...]:
+    from sqlglot import exp
+
+    return (exp.Count, exp.Sum, exp.Avg, exp.Min, exp.Max)
+
+
+def _unnamed() -> tuple[type[exp.Expression], ...]:
+    """Common functions whose columns Spark names by their text."""
+    from sqlglot import exp
+
+    return (*_aggregates(), exp.Length, exp.Upper, exp.Lower, exp.Coalesce, exp.Concat, exp.Round, exp.JSONExtract)
 
 
 def _odd(words: list[_Word]) -> str:
