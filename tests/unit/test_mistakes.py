@@ -10,6 +10,7 @@ import threading
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -97,11 +98,12 @@ MISTAKES = {
     "loop": Mistake("plan FILE", "SINK_IS_SOURCE", 'where: "..."', (
         "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}", "{format: delta, path: FOLDER/in}",
     )),
-    "unique index": Mistake("plan FILE", "KEY_NOT_UNIQUE", "CREATE UNIQUE INDEX by_key ON orders (id)", (
+    "unique index": Mistake("plan FILE", "KEY_NOT_UNIQUE", 'CREATE UNIQUE INDEX by_key ON orders ("id")', (
         "table: orders", "table: orders, mode: upsert, keyColumns: id",
     )),
     "UTF-16": Mistake("plan FOLDER/utf-16.yaml", "FILE_UNREADABLE", "save it as UTF-8"),
     "unnamed": Mistake("plan FILE", "COLUMN_MISSING", '"upper(topic)" ...;', ("AS id", "AS id, upper(topic)")),
+    "webhook": Mistake("plan FILE", "SECRET_MISSING", "", ("sinks:", "notify: {webhook: 'env:NO_SUCH'}\nsinks:")),
     "checkpoint": Mistake("plan FILE --checkpoint FOLDER/file/c", "CHECKPOINT_UNWRITABLE", "a folder"),
     "pseudo file system": Mistake("plan FILE --checkpoint /proc/c", "CHECKPOINT_UNWRITABLE", "a folder"),
     "file": Mistake("plan FOLDER/order.yaml", "FILE_UNREADABLE", "did you mean FOLDER/orders.yaml?"),
@@ -113,6 +115,7 @@ MISTAKES = {
     "code": Mistake("explain TOPIC_MISING", "CODE_UNKNOWN", "delivered explain DELIVERED_TOPIC_MISSING"),
     "page": Mistake("ui FILE --port BUSY", "METRICS_PORT", "--port"),
     "example": Mistake("init FILE", "EXAMPLE_EXISTS", "another-folder"),
+    "report": Mistake("report FILE --out FOLDER/no/x.html", "FILE_UNUSABLE", "its folder"),
     "port": Mistake("run FILE --no-wait --metrics-port BUSY", "METRICS_PORT", "another"),
     "no answer": Mistake("plan FILE", "POSTGRES_UNREACHABLE", "check", (
         "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}",
@@ -209,6 +212,33 @@ def test_a_plan_asks_a_database_that_is_away_once(tmp_path: Path) -> None:
         server.shutdown()
     assert refusal.code == "OUTBOX_UNREACHABLE"
     assert _Closing.calls <= 2, "with TLS, and without"
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "step"),
+    [
+        ({"checkpoint": None}, "CHECKPOINT_MISSING", "checkpoint: "),
+        ({"sinks": delivered.sqlite("out.db", "orders")}, "ENDPOINT_VALUE", "sinks=["),
+        ({"sinks": "out.db"}, "ENDPOINT_VALUE", "sinks=["),
+        ({"name": None}, "NAME_INVALID", "another name"),
+        ({"guarantee": "exactly-once"}, "GUARANTEE_UNKNOWN", 'guarantee="exactly_once"'),
+        ({"output_mode": "updat"}, "OPTION_VALUE", 'write output_mode="update"'),
+        ({"transform": lambda: None}, "TRANSFORM_VALUE", "def clean(df)"),
+    ],
+)
+def test_a_mistaken_argument_is_told_in_words_of_the_call(
+    tmp_path: Path, argument: dict[str, Any], code: str, step: str
+) -> None:
+    right: dict[str, Any] = {"name": "orders", "guarantee": "exactly_once", "checkpoint": tmp_path}
+    ends = {"source": delivered.log(tmp_path / "in"), "sinks": [delivered.sqlite(tmp_path / "out.db", "orders")]}
+    with pytest.raises(delivered.UsageError) as error:
+        delivered.Pipeline(**{**right, **ends, **argument})
+    assert error.value.code == f"DELIVERED_{code}"
+    assert step in str(error.value.next_step)
+
+
+def test_several_names_may_be_a_list() -> None:
+    assert delivered.kafka("host:9092", subscribe=["a", "b"]).options["subscribe"] == "a,b"
 
 
 def test_a_renamed_pipeline_is_told_its_name(tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def plan(folder: Path, sql: str | None, **more: object) -> Plan | Refusal:
         ("SELECT 'a' AS id, CAST(value AS STRING) AS text FROM source", "COLUMN_TYPE"),
         ("SELECT vale AS id FROM source", "SQL_INVALID"),
         ("SELECT count(*) AS id FROM source", "OUTPUT_MODE"),
+        ("SELECT DISTINCT length(key) AS id FROM source", "OUTPUT_MODE"),
         ("SELECT length(key) AS id FROM source ORDER BY key", "OUTPUT_MODE"),
         ("SELECT length(key) AS id, CAST(value AS STRING) AS text FROM source", None),
         ("SELECT length(key) AS id, upper(CAST(value AS STRING)) AS text FROM source", None),

@@ -55,6 +55,7 @@ BELOW_OURS = '  File "/x/site-packages/delivered/spark/writers.py", line 3, in w
 USERS = '  File "/home/me/orders.py", line 7, in clean\n    raise ValueError(row)\n'
 IMITATIONS = {
     "one line": f"ValueError: {COMPLETE}",
+    "pickled": f"_pickle.PicklingError: {COMPLETE.partition(': ')[2]}",
     "own line": f"ValueError: bad row\n{COMPLETE}",
     "trace": f"ValueError: bad\nTraceback (most recent call last):\n{BELOW_OURS}{COMPLETE}",
     "cause": "ValueError: bad\n\nThe above exception was the direct cause of the following exception:\n\n"
@@ -75,13 +76,14 @@ def test_a_users_exception_that_imitates_an_error_of_ours_is_none(said: str, fra
     "trace",
     [
         BELOW_OURS + COMPLETE,
+        BELOW_OURS + f"_pickle.PicklingError: {COMPLETE.partition(': ')[2]}",
         BELOW_OURS
         + '  File "/x/site-packages/psycopg/cursor.py", line 1, in copy\n    raise\npsycopg.DataError: x\n\n'
         + "The above exception was the direct cause of the following exception:\n\nTraceback (most recent call last):\n"
         + BELOW_OURS
         + COMPLETE,
     ],
-    ids=["alone", "from a library's"],
+    ids=["alone", "pickled", "from a library's"],
 )
 def test_an_error_of_ours_is_found_at_the_end_of_its_trace(trace: str) -> None:
     found = translated(RuntimeError(WORKER + trace + SPARK))

@@ -284,6 +284,8 @@ def write_record(location: str, file: str, record: Mapping[str, Any], *, first: 
 
 
 def _unreadable(location: str, error: Exception) -> Unreachable:
+    if isinstance(error, FileNotFoundError):
+        return Unreachable("CHECKPOINT_UNREADABLE.ABSENT", location=location, error=error)
     return Unreachable("CHECKPOINT_UNREADABLE.READ", location=location, error=error)
 
 

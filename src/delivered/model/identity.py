@@ -26,7 +26,7 @@ def checked_name(kind: str, name: str) -> str:
     Raises:
         UsageError: empty, longer than 64 characters, or with characters other than letters, digits, `.`, `_`, `-`.
     """
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UsageError("NAME_INVALID", kind=kind, name=name, name_length_max=NAME_LENGTH_MAX)
     return name
 

@@ -68,11 +68,19 @@ class OptionType(Generic[T]):
     schema: Mapping[str, Any] = field(default_factory=dict)
     example: str | None = None
 
-    def parse(self, owner: str, name: str, text: str, next_step: str | None = None) -> T:
+    def parse(
+        self,
+        owner: str,
+        name: str,
+        text: str,
+        next_step: str | None = None,
+        call: Callable[[str, str | None], str] | None = None,
+    ) -> T:
         """Read a user's value.
 
         Args:
             next_step: of the error; None: write the example.
+            call: how its user writes a value; None: as an option.
 
         Raises:
             UsageError: with the value, what is allowed and what to write.
@@ -80,8 +88,9 @@ class OptionType(Generic[T]):
         try:
             return self.read(text)
         except Unfit as why:
-            nearest = why.nearest and f"write {_call(name, why.nearest)}"
-            step = nearest or next_step or (self.example and f"write {_call(name, self.example)}")
+            call = call or _call
+            nearest = why.nearest and f"write {call(name, why.nearest)}"
+            step = nearest or next_step or (self.example and f"write {call(name, self.example)}")
             raise why.of(f"{owner}: option {name!r}", step) from None
 
 
@@ -268,6 +277,11 @@ def password_in_url(owner: str, name: str, next_step: str | None = None) -> Usag
         name=name,
         action=next_step,
     )
+
+
+def argument(name: str, value: str | None) -> str:
+    """As a caller of a function writes a value."""
+    return f'{name}="{value}"'
 
 
 def _call(name: str, value: str | None) -> str:

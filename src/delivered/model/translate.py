@@ -11,6 +11,8 @@ _OURS = re.compile(r"(?:delivered\.model\.errors\.(\w+): )?\[DELIVERED_([A-Z0-9_
 _NEXT = " Next: "
 _OUR_TYPES = "delivered.model.errors."
 _OUR_FILES = "/delivered/"
+_PICKLED = "_pickle.PicklingError: [DELIVERED_"
+"""How an error of a batch's plan arrives, see `spark.writers`."""
 _TRACE = re.compile(r"Traceback \(most recent call last\):\n((?:[ ]{2,}[^\n]*\n)+)([^\n]*)")
 """A trace's frames, which are indented, and the first line of its exception."""
 _FRAME = re.compile(r'^  File "([^"\n]*)"', re.MULTILINE)
@@ -101,9 +103,9 @@ def _ours_part(text: str) -> str | None:
         return text
     while trace is not None:
         frames, line = trace.groups()
-        if line.startswith(_OUR_TYPES):
-            return line
         files = _FRAME.findall(frames)
+        if line.startswith(_OUR_TYPES) or (line.startswith(_PICKLED) and files and _OUR_FILES in files[-1]):
+            return line
         below_ours = any(_OUR_FILES in file for file in files)
         if files and not (below_ours and (_OUR_FILES in files[-1] or "-packages/" in files[-1])):
             return None

@@ -134,8 +134,8 @@ def _check(endpoint: Endpoint, columns: pa.Schema) -> None:
     try:
         check(columns)
     except UsageError as error:
-        code, message, step = error.args
-        raise UsageError(code, message, re.sub(r"(ADD COLUMN .+?) None", r"\1 ...", step or "")) from None
+        step = re.sub(r"(ADD COLUMN .+?) None", r"\1 ...", error.next_step or "")  # of an unknown type
+        raise UsageError(error.args[0], error.message, step) from None
 
 
 def _certain(check: Callable[[pa.Schema], None], columns: pa.Schema) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +18,7 @@ from delivered.model.dedup import Dedup
 from delivered.model.errors import Refused, UsageError
 from delivered.model.identity import SOURCE, SOURCE_NAME, checked_name
 from delivered.model.limits import NAME_LENGTH_MAX
-from delivered.model.options import choice, is_reference, not_as_meant
+from delivered.model.options import argument, choice, is_reference, not_as_meant
 from delivered.model.rows import OnBadRow
 from delivered.model.schedule import Cadence
 from delivered.model.secrets import shown
@@ -178,12 +178,16 @@ class Webhook:
     format: str = "json"
     key: str | None = None
 
+    @property
+    def references(self) -> list[tuple[str, str]]:
+        return [("webhook", self.url)] + ([] if self.key is None else [("key", self.key)])
+
     @classmethod
     def of(cls, entry: Mapping[str, str]) -> Self:
         """Raises UsageError: a secret in the place of its reference, an unknown format, or a key that is missing."""
         made = cls(entry.get("webhook", ""), entry.get("format", "json"), entry.get("key"))
-        for name, value in (("webhook", made.url), ("key", made.key)):
-            if value is not None and not is_reference(value):
+        for name, value in made.references:
+            if not is_reference(value):
                 raise UsageError("NOTIFY_VALUE.REFERENCE", name=name)
         if made.format not in NOTIFY_FORMATS:
             raise UsageError("NOTIFY_VALUE.FORMAT", value=shown(made.format), known=", ".join(NOTIFY_FORMATS))
@@ -261,6 +265,10 @@ class Definition:
         self.name = checked_name("pipeline", name)
         self.guarantee = Guarantee.parse(guarantee)
         refuse_passwords(name, {"checkpoint": str(checkpoint), "master": master or ""})
+        if not isinstance(checkpoint, str | Path):
+            raise UsageError("CHECKPOINT_MISSING.PIPELINE", checkpoint=repr(checkpoint))
+        if isinstance(sinks, str) or not isinstance(sinks, Iterable):
+            raise UsageError("ENDPOINT_VALUE.SINKS", sinks=sinks, sinks_type=type(sinks).__name__)
         if step := not_as_meant(str(checkpoint)):
             raise UsageError("OPTION_VALUE.LITERAL", owner="Pipeline", name="checkpoint", value=checkpoint, action=step)
         if master is not None and "://" not in master and not _MASTER.fullmatch(master):
@@ -270,7 +278,7 @@ class Definition:
         self.transform = as_transform(transform)
         reads_all(self.transform, tuple(self.sources))
         self.output_mode = choice(("append", "update", "complete")).parse(
-            "delivered.Pipeline", "output_mode", output_mode
+            "delivered.Pipeline", "output_mode", output_mode, call=argument
         )
         self.sinks = tuple(for_output_mode(_endpoint("sinks", s), self.output_mode, self.transform) for s in sinks)
         self.dedup = _dedup(dedup, self.sources)
@@ -399,7 +407,7 @@ _MASTER = re.compile(r"local(\[(\*|\d+)(, *\d+)?\])?|local-cluster\[.*\]|yarn")
 def _absolute(location: str) -> str:
     """Make a local path absolute: Spark's driver and our workers may have other working directories."""
     if not location:
-        raise UsageError("CHECKPOINT_MISSING.PIPELINE")
+        raise UsageError("CHECKPOINT_MISSING.PIPELINE", checkpoint="empty")
     return location if ":" in location.split("/", 1)[0] else str(Path(location).expanduser().absolute())
 
 
@@ -418,7 +426,7 @@ def _dedup(dedup: object, sources: Mapping[str, Endpoint]) -> Dedup | None:
 
 
 def _on_bad_row(on_bad_row: str, dead_letter: Endpoint | None) -> OnBadRow:
-    policy = choice(OnBadRow).parse("delivered.Pipeline", "on_bad_row", str(on_bad_row), 'write on_bad_row="fail"')
+    policy = choice(OnBadRow).parse("delivered.Pipeline", "on_bad_row", str(on_bad_row), call=argument)
     if (policy is OnBadRow.DEAD_LETTER) != (dead_letter is not None):
         raise UsageError("DEAD_LETTER.SINK", policy=policy.value, article="a" if dead_letter else "no")
     if dead_letter is not None and not _endpoint("dead_letter", dead_letter).projection.is_all:

@@ -291,6 +291,8 @@ def as_text(key: str, value: Any) -> str:
             return "true" if value else "false"
         case int() | float():
             return str(value)
+        case list() if all(isinstance(v, str) for v in value):
+            return ",".join(value)  # as subscribe, keyColumns and others take several
         case dict() | list():
             return json.dumps(value, separators=(",", ":"))
         case _:

@@ -20,7 +20,7 @@ from delivered.checkpoint.folder import (
 )
 from delivered.checkpoint.sidecar import find_changed_dedup, read_decider, read_removed
 from delivered.contract.sink import Sink
-from delivered.contract.source import Finding
+from delivered.contract.source import Finding, Source
 from delivered.engine.context import open_shared_ledger
 from delivered.engine.owner import find_living
 from delivered.engine.recover import find_other_ledgers
@@ -29,6 +29,7 @@ from delivered.engine.sinks import Member, Sinks
 from delivered.model.capability import SourceCapability, WriteMode
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, UsageError, missing_extra
 from delivered.model.identity import SOURCE, Scope
+from delivered.model.options import resolve_secret
 from delivered.model.patience import asking_once
 from delivered.model.work import CheckpointView, LedgerState
 from delivered.pipeline.changing import changing_in_sql
@@ -135,6 +136,7 @@ def _gather(pipeline: Definition, session: SessionFacts | None, offline: bool, t
     transform = _build_transform(pipeline)
     if not offline and not blocked:
         found = check_columns(pipeline) if session is None else session.check_transform()
+        found += _run_preflight(lambda: _find_no_webhook(pipeline))
         transform = replace(transform, findings=found)
     return Request(
         pipeline=pipeline.name,
@@ -150,6 +152,13 @@ def _gather(pipeline: Definition, session: SessionFacts | None, offline: bool, t
         alternatives=alternatives,
         output_mode=pipeline.output_mode,
     )
+
+
+def _find_no_webhook(pipeline: Definition) -> Iterator[Finding]:
+    """Nothing. Raises UsageError: a reference of `notify` leads nowhere here."""
+    for key, reference in () if pipeline.notify is None else pipeline.notify.references:
+        resolve_secret(f"notify.{key}", reference)
+    yield from ()
 
 
 def _build_transform(pipeline: Definition) -> TransformFacts:
@@ -176,6 +185,8 @@ def _build_source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
         return SourceFacts(endpoint.label, capability, name=name)
     source = endpoint.source()
     findings = () if offline else _run_preflight(source.preflight)
+    if "subscribepattern" in map(str.lower, endpoint.options) and not offline and not findings:
+        findings = _run_preflight(lambda: _find_no_match(endpoint, source))
     return SourceFacts(endpoint.label, source.capability(), (*_find_unencrypted(endpoint, source), *findings), name)
 
 
@@ -191,6 +202,13 @@ def _build_sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: b
         checked = tuple(sink.checked_target())
     found = (*_find_unencrypted(endpoint, sink), *_find_loop(pipeline, endpoint), *findings)
     return SinkFacts(endpoint.name or sink.name, endpoint.label, sink.capability(), found, checked)
+
+
+def _find_no_match(endpoint: Endpoint, source: Source) -> Iterator[Finding]:
+    with contextlib.closing(source.driver()) as driver:
+        newest = driver.newest() or {}
+    if all(name.startswith("#") for name in newest):  # ours, about the others
+        yield Finding.build("PATTERN_UNMATCHED", refuses=False, source=endpoint.label)
 
 
 def _find_loop(pipeline: Definition, endpoint: Endpoint) -> Iterator[Finding]:

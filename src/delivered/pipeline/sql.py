@@ -432,7 +432,8 @@ class _Query:
         tables = list(tree.find_all(exp.Table))
         if len(tables) != 1 or tables[0].name.lower() not in self._sources:
             return False
-        return any(item.find(*_aggregates()) for item in tree.expressions)
+        grouped = tree.args.get("distinct") or tree.args.get("group")
+        return bool(grouped) or any(item.find(*_aggregates()) for item in tree.expressions)
 
 
 _QUOTED = re.compile(r"--[^\n]*|/\*.*?\*/|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|`[^`]*`", re.DOTALL)

@@ -10,6 +10,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -119,6 +120,12 @@ def reads_all(transform: Transform, sources: Sequence[str]) -> None:
     if transform.kind in ("none", "arrow") and len(sources) > 1:
         raise UsageError("TRANSFORM_SOURCES.UNCOMBINED", sources=", ".join(sources))
     if tuple(sources) == (SOURCE,):
+        if transform.kind == "python" and transform.function is not None:
+            with suppress(ValueError):  # a callable with unknown parameters
+                try:
+                    inspect.signature(transform.function).bind(None)
+                except TypeError as error:
+                    raise UsageError("TRANSFORM_VALUE.PARAMETERS", error=error) from None
         return
     if transform.kind == "sql":
         missing = [n for n in sources if not re.search(rf"(?<!\w){n}(?!\w)", transform.sql, re.IGNORECASE)]
