@@ -115,7 +115,7 @@ MISTAKES = {
     "code": Mistake("explain TOPIC_MISING", "CODE_UNKNOWN", "delivered explain DELIVERED_TOPIC_MISSING"),
     "page": Mistake("ui FILE --port BUSY", "METRICS_PORT", "--port"),
     "example": Mistake("init FILE", "EXAMPLE_EXISTS", "another-folder"),
-    "report": Mistake("report FILE --out FOLDER/no/x.html", "FILE_UNUSABLE", "its folder"),
+    "report": Mistake("report FILE --out FOLDER/no/x.html", "FILE_UNUSABLE", "its folder", exit_code=1),
     "port": Mistake("run FILE --no-wait --metrics-port BUSY", "METRICS_PORT", "another"),
     "no answer": Mistake("plan FILE", "POSTGRES_UNREACHABLE", "check", (
         "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}",

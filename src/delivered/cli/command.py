@@ -26,7 +26,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from delivered.model.errors import PREFIX, DeliveredError, UsageError
+from delivered.model.errors import PREFIX, DeliveredError
 from delivered.model.options import in_file_words
 from delivered.model.patience import Outages
 from delivered.model.secrets import one_line, plain, without_passwords
@@ -295,7 +295,7 @@ def _ours(error: Exception) -> DeliveredError:
     if own is not None:
         return own
     if isinstance(error, OSError) and isinstance(error.filename, str):
-        return UsageError("FILE_UNUSABLE", path=error.filename, reason=error.strerror)
+        return DeliveredError("FILE_UNUSABLE", path=error.filename, reason=error.strerror)
     lines = [line for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else ""
     return DeliveredError("UNEXPECTED.COMMAND", error_type=type(error).__name__, error=first)

@@ -432,7 +432,7 @@ _ONE_SLASH = re.compile(r"(s3[an]?|gs|abfss?|wasbs?):/?([^/].*)", re.DOTALL)
 def not_as_meant(place: str) -> str | None:
     """For a path or URL, a next step: it means an object store, or a variable, and would be a local file."""
     if place.startswith("env:"):
-        return f"write the path itself, or let a shell fill it in: --set KEY=${place[4:]}; env: is for secrets"
+        return f"write the path itself (--set KEY=${place[4:]} takes a shell's variable); env: is for secrets"
     found = _ONE_SLASH.fullmatch(place)
     return found and f"write {found[1]}://{found[2]}"
 
