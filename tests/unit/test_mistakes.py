@@ -44,6 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         connection.execute("CREATE TABLE orders (id TEXT)")
     (tmp_path / "orders.yaml").write_text(FILE.format(folder=tmp_path))
     (tmp_path / "file").touch()
+    (tmp_path / "broken.py").write_text("def clean(df)")
     (tmp_path / "utf-16.yaml").write_text(FILE, encoding="utf-16")
     return tmp_path
 
@@ -104,6 +105,9 @@ MISTAKES = {
     "UTF-16": Mistake("plan FOLDER/utf-16.yaml", "FILE_UNREADABLE", "save it as UTF-8"),
     "unnamed": Mistake("plan FILE", "COLUMN_MISSING", '"upper(topic)" ...;', ("AS id", "AS id, upper(topic)")),
     "webhook": Mistake("plan FILE", "SECRET_MISSING", "", ("sinks:", "notify: {webhook: 'env:NO_SUCH'}\nsinks:")),
+    "module": Mistake("plan FILE", "TRANSFORM_MISSING", "correct the module", (
+        'sql: "SELECT CAST(value AS STRING) AS id FROM source"', "python: 'broken:clean'",
+    )),
     "checkpoint": Mistake("plan FILE --checkpoint FOLDER/file/c", "CHECKPOINT_UNWRITABLE", "a folder"),
     "pseudo file system": Mistake("plan FILE --checkpoint /proc/c", "CHECKPOINT_UNWRITABLE", "a folder"),
     "file": Mistake("plan FOLDER/order.yaml", "FILE_UNREADABLE", "did you mean FOLDER/orders.yaml?"),

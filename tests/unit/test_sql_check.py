@@ -48,7 +48,7 @@ SOURCE = {
         ("SELECT upper(topic, ) AS t FROM source", "followed by ')'", "remove the comma"),
         ("SELECT key, value", "reads no source", "add FROM"),
         ("INSERT INTO orders SELECT key FROM source", "starts with 'INSERT'", "write SELECT"),
-        ("SELECT key FROM source; SELECT value FROM source", "goes on after ';'", "keep one query"),
+        ("SELECT key FROM source; SELECT value FROM source", "continues after ';'", "keep one query"),
         ("SELECT key AS id 1.0D AS n FROM source", "'AS id 1.0D'", "add a comma"),
         ("SELECT key AS `id` upper(topic) AS n FROM source", "'AS id upper'", "add a comma"),
         ("SELECT value.id AS id FROM source", "'value.id'", "get_json_object(CAST(value AS STRING), '$.id')"),

@@ -249,6 +249,8 @@ class OptionTable:
         return restored
 
     def _unknown(self, key: str) -> UsageError:
+        if key.lower() in ("options", "option", "properties", "config"):
+            raise UsageError("OPTION_UNKNOWN.NESTED", owner=self.owner, key=key)
         names = [o.name for o in self.options]
         same = [n for n in names if any({key.lower(), n.lower()} <= words for words in _SAME)]
         near = difflib.get_close_matches(key.lower(), [n.lower() for n in names], n=1, cutoff=0.6)

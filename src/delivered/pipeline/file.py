@@ -527,9 +527,26 @@ def _not_yaml(text: str, name: str, error: yaml.YAMLError) -> UsageError:
         action = f"close the {bracket} of line {opened.line + 1}, or quote what stands in it"
     elif opened and "simple key" in context:
         line = opened.line + 1
-        problem, action = "no ': ' follows the key", f"write a colon and a blank after the key of line {line}"
+        problem = "no ': ' follows the key"
+        action = (
+            f"write a colon and a blank after the key of line {line}; what continues a value is deeper than its key"
+        )
+    elif opened and "quoted scalar" in context and "escape" in problem:
+        action = f"write the value in line {line} in single quotes, where a backslash is one"
+    elif opened and "quoted scalar" in context:
+        line = opened.line + 1
+        problem, action = "it opens a quote that nothing closes", f"close the quote of line {line}"
+    elif "cannot start any token" in problem or "undefined alias" in problem:
+        action = f"quote the value in line {line}"
+    elif problem.startswith("expected <block end>"):
+        problem, action = (
+            "it is indented unlike the lines above",
+            f"indent line {line} like the keys or dashes beside it",
+        )
     elif problem.startswith("mapping values are not allowed") and len(re.findall(r":\s", f"{at} ")) < 2:
         problem, action = "it is deeper than the line before, which has a value", f"indent line {line} like that one"
+        if re.match(r"\s*-\S", texts[line - 2]):
+            problem, action = "no blank follows the dash of the line before", f"write '- ' in line {line - 1}"
     elif problem.startswith("mapping values are not allowed"):
         problem, action = "a second ': ' in one line", f"quote the value in line {line}, or start a line for its keys"
     return UsageError(
@@ -642,6 +659,8 @@ def _describe_faults(
                 step: str | None = did_you_mean(str(fault["input"]), allowed).strip()
                 if not step and (meant := f": {' or '.join(allowed)}" if allowed else _suggest(path)):
                     step = f"write {key}{meant}"
+                if fault["type"] == "list_type":
+                    step = f"write a list: {key}: [...], or a dash before each"
                 if fault["type"] == "model_type" and path[:1] == ("sources",):
                     step = "write 'source'; or name each source: sources: {orders: {format: ...}}"
                 must = _MUST.get(fault["type"], f"; {_lower(fault['msg'])}")
@@ -678,6 +697,8 @@ def _unknown(where: str, path: Path_) -> tuple[str, str | None]:
     near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
     known = ", ".join(model.model_fields)
     step = f"write {near[0]!r}" if near else "write one of these keys, or remove it"
+    if at and " " in key:
+        step = "quote the value before it, which ends at the comma"
     if not near and (places := [name for name, m in _MODELS.items() if key in m.model_fields]):
         under = f"under {places[0]!r}: {places[0]}: {{{key}: ...}}" if places[0] else "at the top level"
         step = f"write it {under}"

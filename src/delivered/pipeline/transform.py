@@ -153,7 +153,13 @@ def load_function(reference: str, folder: Path) -> Callable[[Any], Any]:
         sys.path.insert(0, str(folder))
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:
+        if not (isinstance(error, ImportError) and error.name and f"{module_name}.".startswith(f"{error.name}.")):
+            kind = type(error).__name__
+            raise UsageError("TRANSFORM_MISSING.IMPORT", reference=reference, kind=kind, error=error) from error
+        if module_name.endswith(".py"):
+            meant = f"{module_name[:-3]}:{function_name}"
+            raise UsageError("TRANSFORM_MISSING.SUFFIX", reference=reference, meant=meant) from error
         raise UsageError(
             "TRANSFORM_MISSING.MODULE", reference=reference, error=error, module_name=module_name, folder=folder
         ) from error
