@@ -76,6 +76,17 @@ def test_placeholders_are_no_html() -> None:
     assert found == []
 
 
+def test_what_belongs_to_an_item_is_indented_by_four() -> None:
+    """GitHub takes two or three columns; the site would end the list, and number the next item 1."""
+    loose = [
+        f"{page}: {line}"
+        for page in pages_of_site()
+        for above, line in pairwise((ROOT / page).read_text(encoding="utf-8").splitlines())
+        if not above.strip() and re.match(r" {1,3}\S", line)
+    ]
+    assert loose == []
+
+
 _WORDS_MAX = 110
 
 
