@@ -47,7 +47,7 @@ totals: setup ## running totals of 336,776 flights in SQLite, killed ten times i
 shop: setup ## orders from an outbox to a mail, through Kafka, Spark and a saga; everything is killed for two minutes; build/shop.json
 	$(BIN)/python -m examples.shop
 
-rehearsal: setup ## what metrics, status, page and alerts show, and how soon, when a pipeline is in trouble; build/operate.json
+rehearsal: setup ## what metrics, status, page and alerts show, and how soon, when a pipeline is in trouble; build/rehearsal.json
 	$(BIN)/python -m examples.rehearsal
 
 screenshots: setup ## pictures of the page as the last rehearsal left it, into docs
@@ -95,7 +95,7 @@ bench-pulsar: setup ## the same for Pulsar, against its own client, into build/b
 bench-audit: setup ## audits behind 0 to 50 million sealed records, into build/bench-audit.json
 	$(BIN)/python -m benchmarks.audit
 
-bench-metrics: setup ## what metrics cost a pipeline at full speed, into build/operate.json
+bench-metrics: setup ## what metrics cost a pipeline at full speed, into build/metrics.json
 	$(BIN)/python -m benchmarks.metrics
 
 capacity: setup ## connections, open transactions and growth of a ledger, counted at the servers; build/capacity.json

@@ -4,7 +4,8 @@ Connections, by tasks at a time and shards of a batch: the most at any time of s
 transactions: while the fourth batch waits before its decision, every shard prepared. PostgreSQL and MySQL list their
 sessions; of Kafka, the established sockets of its port are counted, and its coordinator lists transactions.
 
-Ledgers in files: bytes that a batch of two shards, each of one row, adds, by engine and sink without Spark.
+Ledgers: bytes that a batch of two shards, each of one row, adds, by engine and sink without Spark. PostgreSQL and MySQL
+tell the sizes of the ledger's tables, with indexes and dead rows; Kafka's partitions are files.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import psutil
 import pyarrow as pa
 import yaml
 
+from benchmarks import origin
 from benchmarks.__main__ import create_topic
 from delivered.crash import CRASH, CRASH_DIR, HIT_SUFFIX
 from delivered.engine.sinks import Sinks
+from delivered.kits.sql.table import LEDGER_SCHEMA_DEFAULT
 from delivered.model.rows import Rows
 from delivered_lab import brokers
 from delivered_lab.supervisor import release
@@ -136,8 +139,8 @@ def fill(bootstrap: str, topic: str, partitions: int) -> None:
     producer.flush()
 
 
-def connections(folder: Path, only: str) -> list[dict[str, Any]]:
-    """One row per sink and layout. The source is a broker of its own."""
+def connections(folder: Path, only: str, batches: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """One row per sink and layout, and one per ledger. The source is a broker of its own."""
     sinks = [s for s in SINKS if only in s]
     more: dict[str, dict[str, str]] = {"postgres": {"max_prepared_transactions": "64"}}
     started = {
@@ -178,10 +181,50 @@ def connections(folder: Path, only: str) -> list[dict[str, Any]]:
                 looked = counted(command, {"source": Server(read_from.sessions), "sink": ends[system]}, folder / name)
                 found.append({"sink": kind, "tasks": tasks, "shards": shards, **looked})
                 print(found[-1], flush=True)
+        ledgers = [grown(s, broker, folder / s, batches) for s, broker in started.items()]
     finally:
         for broker in (source, *started.values()):
             broker.stop()
-    return found
+    return found, ledgers
+
+
+def grown(system: str, server: brokers.Broker, folder: Path, batches: int) -> dict[str, Any]:
+    """Bytes per batch of a server's ledger that has held batches before."""
+    from delivered.pipeline.registry import find_sink
+
+    sizes = [size_of_ledger(system, server, folder)]
+    for count in (batches // 4, batches):
+        name = f"l{uuid.uuid4().hex[:8]}"
+        if system == "kafka":
+            create_topic(server.bootstrap, name, 1)
+            to = {"kafka.bootstrap.servers": server.bootstrap, "topic": name}
+        else:
+            to = {"url": server.url, "dbtable": name, "ifNotExists": "true"}
+        decide(find_sink(system, to), count)
+        sizes.append(size_of_ledger(system, server, folder))
+    return {"ledger": system, "bytes_per_batch": round((sizes[2] - sizes[1]) / batches)}
+
+
+def size_of_ledger(system: str, server: brokers.Broker, folder: Path) -> int:
+    if system == "kafka":
+        return sum(p.stat().st_size for p in folder.glob("data/__delivered_*/*.log"))
+    if system == "postgres":
+        import psycopg
+
+        tables = "SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0) FROM pg_class c JOIN pg_namespace n"
+        where = f"ON n.oid = relnamespace WHERE nspname = '{LEDGER_SCHEMA_DEFAULT}' AND relkind = 'r'"
+        with psycopg.connect(server.url) as connection:
+            return int(connection.execute(f"{tables} {where}").fetchall()[0][0])
+    import pymysql
+
+    host, _, port = server.url.partition("://")[2].rpartition("@")[2].partition("/")[0].partition(":")
+    tables = "FROM information_schema.tables WHERE table_name LIKE 'delivered%'"
+    with pymysql.connect(host=host, port=int(port), user="delivered", autocommit=True) as of, of.cursor() as cursor:
+        cursor.execute(f"SELECT table_schema, table_name {tables}")
+        for name in cursor.fetchall():
+            cursor.execute("ANALYZE TABLE `{}`.`{}`".format(*name))
+        cursor.execute(f"SELECT coalesce(sum(data_length + index_length), 0) {tables}")
+        return int(cursor.fetchall()[0][0])
 
 
 def decide(sink: Any, batches: int) -> None:
@@ -266,12 +309,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/capacity.json"))
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="capacity-") as folder:
-        report = {
-            "ledgers": [*local(Path(folder), given.batches), iceberg(Path(folder, "lake"), given.batches)]
-            if given.only in "ledgers"
-            else [],
-            "connections": connections(Path(folder), given.only) if any(given.only in s for s in SINKS) else [],
-        }
+        found, ledgers = [], []
+        if any(given.only in s for s in SINKS):
+            found, ledgers = connections(Path(folder), given.only, given.batches)
+        if given.only in "ledgers":
+            ledgers += [*local(Path(folder), given.batches), iceberg(Path(folder, "lake"), given.batches)]
+        report = {"origin": origin(), "ledgers": ledgers, "connections": found}
     given.out.parent.mkdir(exist_ok=True)
     given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report["ledgers"], indent=1))

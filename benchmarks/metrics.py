@@ -1,4 +1,4 @@
-"""`python -m benchmarks.metrics`: what metrics cost a pipeline that works as fast as it can; into build/operate.json.
+"""`python -m benchmarks.metrics`: what metrics cost a pipeline that works as fast as it can; into build/metrics.json.
 
 Records per second of the same topic through the same pipeline, in turn without metrics and with `--metrics-port`, which
 is scraped every 5 s, three times as often as Prometheus does by default. And, as such ratios vary by more than what is
@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import yaml
 
+from benchmarks import origin
 from benchmarks.__main__ import create_topic, fill
 from delivered.checkpoint import history
 from delivered_lab import brokers
@@ -113,6 +114,7 @@ def main() -> int:
         broker.stop()
     with_, without = statistics.median(rates["with"]), statistics.median(rates["without"])
     found = {
+        "origin": origin(),
         "records_per_s": rates,
         "ratio": round(with_ / without, 4),
         "scrape_every_s": EVERY_S,
@@ -121,10 +123,9 @@ def main() -> int:
         "share_of_two_cores": round(each / EVERY_S / 2, 5),
         "share_of_two_cores_every_15_s": round(each / 15 / 2, 5),
     }
-    out = Path("build") / "operate.json"
+    out = Path("build") / "metrics.json"
     out.parent.mkdir(exist_ok=True)
-    kept = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    out.write_text(json.dumps({**kept, "cost_of_metrics": found}, indent=1) + "\n", encoding="utf-8")
+    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))
     return 0
 

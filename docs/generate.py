@@ -15,6 +15,7 @@ from docs import (
     facts,
     figures,
     logins,
+    measured,
     metrics,
     new_connector,
     notebook,
@@ -71,6 +72,7 @@ def pages() -> dict[Path, str]:
     audit, parity, new = DOCS / "audit.md", DOCS / "connectors" / "kafka-parity.md", DOCS / "new-connector.md"
     file, limits = DOCS / "pipeline-file.md", DOCS / "limits.md"
     versions, readme = DOCS / "spark-versions.md", DOCS.parent / "README.md"
+    deploy, stateful = DOCS / "deploy.md", DOCS / "stateful.md"
     operate, kafka_logins = DOCS / "operate.md", DOCS / "connectors" / "kafka-logins.md"
     return {
         **diagrams.pages(),
@@ -83,7 +85,9 @@ def pages() -> dict[Path, str]:
         parity: behaviours.into(parity.read_text(encoding="utf-8")),
         new: new_connector.into(new.read_text(encoding="utf-8")),
         limits: figures.into(limits.read_text(encoding="utf-8")),
-        operate: metrics.into(operate.read_text(encoding="utf-8")),
+        operate: measured.into(metrics.into(operate.read_text(encoding="utf-8"))),
+        deploy: measured.into(deploy.read_text(encoding="utf-8")),
+        stateful: measured.into(stateful.read_text(encoding="utf-8")),
         DOCS / "cli.md": cli.page(),
         DOCS / "options.md": reference(),
         DOCS / "pipeline.schema.json": as_text(),

@@ -3,7 +3,7 @@
 A pipeline from Kafka and RabbitMQ to Kafka under load, beside it `delivered metrics`, `delivered ui`, `delivered watch`
 with a webhook, and a real Prometheus with the alert rules of deploy/. Each trouble is made on purpose, looked for in
 all five places, mended by the command that they name, and looked for until it is gone. Then every expression of the
-rules and of the dashboard is evaluated. Writes build/operate.json; exit code 1 if something was not seen within 15 s,
+rules and of the dashboard is evaluated. Writes build/rehearsal.json; exit code 1 if something was not seen within 15 s,
 or did not go away.
 """
 
@@ -31,6 +31,7 @@ from typing import Any
 import pika
 import psutil
 import yaml
+from benchmarks import origin
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
@@ -507,13 +508,12 @@ def main(chosen: Sequence[str] = ()) -> int:
         )  # fmt: skip
         expressions = evaluated(ports[2]) if program is not None else {}
     found = {
+        "origin": origin(),
         "cases": [r.to_json() for r in results],
         "expressions": expressions,
         "cost_of_reports": cost(definition.checkpoint),
     }
-    out = BUILD / "operate.json"
-    kept = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    out.write_text(json.dumps({**kept, **found}, indent=1) + "\n", encoding="utf-8")
+    (BUILD / "rehearsal.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))
     late = [r.case for r in results if r.seconds > SEEN_WITHIN_S]
     for case in late:

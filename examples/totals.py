@@ -20,6 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 import yaml
+from benchmarks import origin
 from examples.demo.flights import COUNT, flights
 from examples.demo.killing import JVM, TIMEOUT_S, live_and_die
 
@@ -183,7 +184,8 @@ def main() -> int:
         print(f"  {results[-1]}", flush=True)
     results += of_operators(arguments.out / "verify.json")
     file = arguments.out / "totals.json"
-    file.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n", encoding="utf-8")
+    report = {"origin": origin(), "results": [asdict(r) for r in results]}
+    file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(file)
     return 0 if all(r.recomputed_equal for r in results) else 1
 

@@ -26,7 +26,7 @@ def test_trouble_is_seen_and_mended(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.rehearsal"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    cases = json.loads((tmp_path / "build" / "operate.json").read_text())["cases"]
+    cases = json.loads((tmp_path / "build" / "rehearsal.json").read_text())["cases"]
     assert [c["case"] for c in cases] == CASES
     assert all(c["seen_on"] == ["alert", "metrics", "page", "status", "webhook"] for c in cases)
 
