@@ -101,7 +101,7 @@ def of_mysql(url: str) -> Server:
             return int(cursor.fetchall()[0][0])
 
     return Server(
-        lambda: number("processlist WHERE id <> connection_id() AND user <> 'system user'"),
+        lambda: number("processlist WHERE id <> connection_id() AND user NOT IN ('system user', 'event_scheduler')"),
         lambda: number("innodb_trx"),
     )
 
