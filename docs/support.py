@@ -253,8 +253,9 @@ def overview() -> list[str]:
     return [
         *lines,
         "",
-        f"{faults:,} faults in {len(results):,} [verified cases](verified.md), judged outside, a [model](protocol.md)",
-        f"with every state visited, {len(pitfalls.PITFALLS)} [bugs](pitfalls.md) of others and ours, each with tests.",
+        f"{faults:,} faults in {len(results):,} [verified cases](verified.md), judged by clients that share no code with",
+        "the connectors; a [model](protocol.md) of which every state was visited; "
+        f"{len(pitfalls.PITFALLS)} delivery [bugs](pitfalls.md), in other systems and in this one, each with tests.",
     ]
 
 

@@ -19,7 +19,7 @@ _BLOCK = re.compile(r"```(sh|python)\n(.*?)```", re.DOTALL)
 
 @pytest.mark.matrix
 def test_sixty_seconds_print_what_readme_shows(installed: Callable[[str], Installed], tmp_path: Path) -> None:
-    env = installed("spark,log")
+    env = installed("spark")
     readme = (ROOT / "README.md").read_text()
     (commands,) = (text for kind, text in _BLOCK.findall(readme) if text.startswith("pip install") and kind == "sh")
     said = [env.run(*line.partition("#")[0].split(), cwd=tmp_path) for line in commands.splitlines()[1:]]

@@ -235,7 +235,7 @@ def _refusal_lines(refusal: Refusal, width: int) -> Iterable[str]:
     yield f"{refusal.pipeline}: {refusal.guarantee.value} is refused [{refusal.error.code}]"
     yield ""
     yield from _wrapped("why", refusal.reason, width)
-    yield from _wrapped("way out", refusal.way_out, width)
+    yield from _wrapped("next step", refusal.way_out, width)
     yield from _wrapped("nearest", refusal.nearest.value if refusal.nearest else "none, as configured", width)
 
 
