@@ -253,8 +253,8 @@ def overview() -> list[str]:
     return [
         *lines,
         "",
-        f"{faults:,} faults in {len(results):,} [verified cases](verified.md), judged by clients that share no code with",
-        "the connectors; a [model](protocol.md) of which every state was visited; "
+        f"{faults:,} faults in {len(results):,} [verified cases](verified.md), judged by clients that share",
+        "no code with the connectors; a [model](protocol.md) of which every state was visited; "
         f"{len(pitfalls.PITFALLS)} delivery [bugs](pitfalls.md), in other systems and in this one, each with tests.",
     ]
 
