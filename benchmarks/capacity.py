@@ -218,7 +218,7 @@ def size_of_ledger(system: str, server: brokers.Broker, folder: Path) -> int:
     import pymysql
 
     host, _, port = server.url.partition("://")[2].rpartition("@")[2].partition("/")[0].partition(":")
-    tables = "FROM information_schema.tables WHERE table_name LIKE 'delivered%'"
+    tables = f"FROM information_schema.tables WHERE table_schema = '{LEDGER_SCHEMA_DEFAULT}'"
     with pymysql.connect(host=host, port=int(port), user="delivered", autocommit=True) as of, of.cursor() as cursor:
         cursor.execute(f"SELECT table_schema, table_name {tables}")
         for name in cursor.fetchall():

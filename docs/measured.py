@@ -1,6 +1,6 @@
-"""Figures on pages that are no benchmark: what was measured last of capacity, metrics, the rehearsal and totals.
+"""Figures on pages that are no benchmark: what was measured last of capacity and totals.
 
-`python -m docs.measured build/capacity.json build/rehearsal.json ...` stores reports by the names of their files.
+`python -m docs.measured build/capacity.json build/totals.json` stores reports by the names of their files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ _LEDGERS = {
     "kafka": ("Kafka", "in the internal topic", "the broker's log cleaner (`segment.ms`)"),
     "delta": ("Delta Lake", "with Delta's own log and its checkpoints", "Delta's clean-up of its log"),
 }
-_VIEWS = ("metrics", "status", "page", "webhook", "alert")
 
 
 def stored() -> dict[str, Any]:
@@ -43,7 +42,7 @@ def stored() -> dict[str, Any]:
 
 
 def into(page: str) -> str:
-    """A page with its marked places filled: `connections`, `ledgers`, `metrics`, `rehearsal`, `totals`."""
+    """A page with its marked places filled: `connections`, `ledgers`, `totals`."""
     found = stored()
     return _PLACE.sub(lambda m: m[1] + "\n".join(_BLOCKS[m[2]](found)) + "\n" + m[3], page)
 
@@ -72,7 +71,8 @@ def _ledgers(found: dict[str, Any]) -> Iterator[str]:
     yield "| ledger | bytes per batch | what removes them |"
     yield "|---|---:|---|"
     for name, (label, how, removed) in _LEDGERS.items():
-        yield f"| {label} | {by_name[name]['bytes_per_batch']:,}, {how} | {removed} |"
+        alone = " (measured alone)" if by_name[name].get("alone") else ""
+        yield f"| {label} | {by_name[name]['bytes_per_batch']:,}, {how}{alone} | {removed} |"
     lake = by_name["iceberg"]
     json_, manifests = (lake["before"][kind] for kind in ("metadata.json", "manifests"))
     each, files = json_["newest"] / lake["batches"], manifests["bytes"] / lake["batches"]
@@ -81,40 +81,11 @@ def _ledgers(found: dict[str, Any]) -> Iterator[str]:
         "expiring snapshots, then removing orphan files |"
     )
     yield ""
-    yield (
-        "Iceberg rewrites `metadata.json` with each commit; tables that the sink creates keep the 100 before it. "
-        f"After {lake['batches']} batches,"
-    )
+    yield "Iceberg rewrites `metadata.json` with each commit; tables that the sink creates keep the 100 before it."
     newest_mb, all_mb = json_["newest"] / 1e6, json_["bytes"] / 1e6
     expired_kb = lake["after expiry"]["metadata.json"]["newest"] / 1e3
-    yield f"the newest had {newest_mb:.2f} MB and all of them {all_mb:.0f} MB. Once all but the newest snapshot had"
-    yield f"expired, the next one had {expired_kb:.0f} kB, and the old ones go with the next 100 commits."
-    yield from _origin(report)
-
-
-def _metrics(found: dict[str, Any]) -> Iterator[str]:
-    report, reports = found["metrics"], found["rehearsal"]["cost_of_reports"]
-    pairs = zip(report["records_per_s"]["with"], report["records_per_s"]["without"], strict=True)
-    ratios = ", ".join(f"{w / o:.2f}" for w, o in pairs)
-    yield (
-        f"A scrape takes {report['scrape_cpu_ms']:.0f} ms of processor time, the broker's share included: "
-        f"{report['share_of_two_cores_every_15_s']:.1%} of two cores"
-    )
-    yield (
-        f"every 15 s, {report['share_of_two_cores']:.1%} every 5 s. Keeping a batch's report takes "
-        f"{reports['report_ms']:.1f} ms. Records per second with scrapes every 5 s,"
-    )
-    yield f"relative to a run without, in pairs: {ratios}. Such ratios vary by more than the cost."
-    yield from _origin(report)
-
-
-def _rehearsal(found: dict[str, Any]) -> Iterator[str]:
-    report = found["rehearsal"]
-    yield f"| failure | {' | '.join(_VIEWS)} | fixed by | clear after |"
-    yield "|---|" + "---:|" * len(_VIEWS) + "---|---:|"
-    for case in report["cases"]:
-        seen = " | ".join(f"{case['seen_after_s'][view]:.1f}" for view in _VIEWS)
-        yield f"| {case['case']} | {seen} | {case['mended_by']} | {case['gone_after_s']:.1f} |"
+    yield f"After {lake['batches']} batches, the newest had {newest_mb:.2f} MB and all of them {all_mb:.0f} MB. Once all but the"
+    yield f"newest snapshot had expired, the next one had {expired_kb:.0f} kB, and the old ones go with the next 100 commits."
     yield from _origin(report)
 
 
@@ -137,8 +108,6 @@ def _origin(report: dict[str, Any]) -> Iterator[str]:
 _BLOCKS: dict[str, Callable[[dict[str, Any]], Iterable[str]]] = {
     "connections": _connections,
     "ledgers": _ledgers,
-    "metrics": _metrics,
-    "rehearsal": _rehearsal,
     "totals": _totals,
 }
 

@@ -254,7 +254,7 @@ def overview() -> list[str]:
         *lines,
         "",
         f"{faults:,} faults in {len(results):,} [verified cases](verified.md), judged by clients that share",
-        "no code with the connectors; a [model](protocol.md) of which every state was visited; "
+        "no code with the connectors; a [model](protocol.md) of which every state was visited;",
         f"{len(pitfalls.PITFALLS)} delivery [bugs](pitfalls.md), in other systems and in this one, each with tests.",
     ]
 
