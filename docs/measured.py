@@ -84,8 +84,9 @@ def _ledgers(found: dict[str, Any]) -> Iterator[str]:
     yield "Iceberg rewrites `metadata.json` with each commit; tables that the sink creates keep the 100 before it."
     newest_mb, all_mb = json_["newest"] / 1e6, json_["bytes"] / 1e6
     expired_kb = lake["after expiry"]["metadata.json"]["newest"] / 1e3
-    yield f"After {lake['batches']} batches, the newest had {newest_mb:.2f} MB and all of them {all_mb:.0f} MB. Once all"
-    yield f"but the newest snapshot had expired, the next one had {expired_kb:.0f} kB; the old ones go with the next 100."
+    yield f"After {lake['batches']} batches, the newest had {newest_mb:.2f} MB and all of them {all_mb:.0f} MB. Once"
+    yield f"all but the newest snapshot had expired, the next one had {expired_kb:.0f} kB; the old ones go with the"
+    yield "next 100."
     yield from _origin(report)
 
 
