@@ -30,6 +30,7 @@ _ended: list[DeliveredError] = []
 
 def watch(spark: SparkSession) -> None:
     """Watch a session's executors from a thread, if its cluster may forget it."""
+    _ended.clear()  # it was another session's
     if is_connect(spark) or not str(spark.sparkContext.master).startswith("spark://"):
         return
     application = str(spark.sparkContext.applicationId)
@@ -73,7 +74,6 @@ def _look(spark: SparkSession) -> None:
             time.sleep(_LOOK_S)
     except Exception:  # the session was stopped, or its JVM has ended
         return
-    error = DeliveredError("EXECUTORS_LOST", master=spark.sparkContext.master, seconds=f"{LOST_S:.0f}")
-    _ended.append(error)
-    log.error("%s", error)
+    _ended.append(DeliveredError("EXECUTORS_LOST", master=spark.sparkContext.master, seconds=f"{LOST_S:.0f}"))
+    log.error("%s", _ended[-1])
     stop_context(spark)
