@@ -80,7 +80,15 @@ def test_programs_in_a_folder_of_another_user_are_not_started(tmp_path: Path, mo
 
 def test_a_download_that_was_changed_at_the_registry_is_not_used(tmp_path: Path) -> None:
     lines = servers.HASHES.read_text(encoding="utf-8").splitlines()
-    for system in ("kafka/4.3.0/", "rocketmq/", "artemis/", "pulsar/", "apicurio/", "spark-kafka/"):
+    for system in (
+        "kafka/4.3.0/",
+        "flink-kafka/5.0.0-2.2/",
+        "rocketmq/",
+        "artemis/",
+        "pulsar/",
+        "apicurio/",
+        "spark-kafka/",
+    ):
         assert any(system in line for line in lines), system
     name = "spark-kafka/4.2.0"
     with pytest.raises(DeliveredError, match="DOWNLOAD_CHANGED"):

@@ -20,10 +20,12 @@ from tests.broker.source_help import Transactions, positions, produce, read_all,
 from tests.kafka_tools import read_committed
 from tests.support.sweeps import KAFKA_CLIENTS
 
+import delivered
 from delivered.checkpoint.sidecar import METADATA_FILE, stream_driver
 from delivered.connectors.kafka import reader
 from delivered.contract.source import Slice, Source
 from delivered.model.errors import BadRecord, InvariantBroken, UsageError
+from delivered.pipeline.endpoint import Endpoint
 
 
 @pytest.fixture(params=KAFKA_CLIENTS, autouse=True)
@@ -379,6 +381,25 @@ def test_a_stream_starts_at_the_latest_by_default_and_refuses_an_end(kafka: Any)
     with pytest.raises(UsageError, match=r"endingOffsets.*batch"):
         driver.initial()
     driver.close()
+
+
+def test_a_plan_refuses_a_start_that_does_not_fit(kafka: Any, tmp_path: Path) -> None:
+    topic, late = kafka.topic(2), int(time.time() * 1000) + 3_600_000
+    offsets, times = (json.dumps({topic: each}) for each in ({"0": 0}, {"0": late, "1": late}))
+    for option, value, code in (
+        ("startingOffsets", offsets, "OPTION_VALUE.*-1"),
+        ("startingOffsetsByTimestamp", times, "TIMESTAMP"),
+        ("endingOffsets", "latest", "OPTION_CONFLICT"),
+    ):
+        pipeline = delivered.Pipeline(
+            name="starts",
+            guarantee="exactly_once",
+            checkpoint=tmp_path / "checkpoint",
+            source=Endpoint("kafka", {"kafka.bootstrap.servers": kafka.bootstrap, "subscribe": topic, option: value}),
+            sinks=[delivered.sqlite(tmp_path / "out.db", table="t")],
+        )
+        with pytest.raises(UsageError, match=code):
+            pipeline.plan()
 
 
 def test_a_start_that_was_written_down_is_the_same_later(kafka: Any) -> None:

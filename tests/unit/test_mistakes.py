@@ -42,6 +42,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     append(str(tmp_path / "in"), pa.table({"value": [b"a"]}))
     with closing(sqlite3.connect(tmp_path / "out.db")) as connection:
         connection.execute("CREATE TABLE orders (id TEXT)")
+        connection.execute(
+            "CREATE TABLE strict (n INTEGER PRIMARY KEY, id TEXT, at TEXT NOT NULL, v TEXT NOT NULL DEFAULT '')"
+        )
     (tmp_path / "orders.yaml").write_text(FILE.format(folder=tmp_path))
     (tmp_path / "file").touch()
     (tmp_path / "broken.py").write_text("def clean(df)")
@@ -95,6 +98,13 @@ MISTAKES = {
     "secret": Mistake("plan FILE", "SECRET_MISSING", "", (
         "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}",
         "{format: postgres, url: 'postgresql://127.0.0.1:CLOSED/shop', dbtable: orders, password: 'env:NO_SUCH'}",
+    )),
+    "start": Mistake("plan FILE", "PARTITION_UNKNOWN", "", ("/in}", "/in, startingOffsets: '{\"7\": 3}'}")),
+    "end": Mistake("plan FILE", "OPTION_CONFLICT", "remove it", ("/in}", "/in, endingOffsets: latest}")),
+    "required": Mistake("plan FILE", "COLUMN_REQUIRED", "add them", ("table: orders", "table: strict")),
+    "partition": Mistake("plan FILE", "PARTITION_TYPE", "", (
+        "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}",
+        "{format: delta, path: FOLDER/table, partitionBy: day}",
     )),
     "loop": Mistake("plan FILE", "SINK_IS_SOURCE", 'where: "..."', (
         "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}", "{format: delta, path: FOLDER/in}",

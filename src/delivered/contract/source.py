@@ -216,6 +216,10 @@ class SourceDriver(ABC):
         when batch 0 is rerun.
         """
 
+    def check_initial(self) -> None:
+        """Raise what `initial` would raise, for a plan. Changes nothing at the server."""
+        self.initial()
+
     @abstractmethod
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         """Where the next batch may end: at most about `rows_max` records after `start`; None: no limit."""

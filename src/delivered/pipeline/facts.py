@@ -133,6 +133,9 @@ def _gather(pipeline: Definition, session: SessionFacts | None, offline: bool, t
     blocked = any(f.refuses for f in findings) or len({s.name for s in sinks}) < len(sinks) or not sinks
     if not offline and not blocked:
         checkpoint = _build_checkpoint(pipeline, session, takeover)
+        if checkpoint.newest is None:
+            sources = tuple(_with_start(s, e) for s, e in zip(sources, pipeline.sources.values(), strict=True))
+            blocked = any(f.refuses for s in sources for f in s.findings)
     transform = _build_transform(pipeline)
     if not offline and not blocked:
         found = check_columns(pipeline) if session is None else session.check_transform()
@@ -188,6 +191,21 @@ def _build_source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
     if "subscribepattern" in map(str.lower, endpoint.options) and not offline and not findings:
         findings = _run_preflight(lambda: _find_no_match(endpoint, source))
     return SourceFacts(endpoint.label, source.capability(), (*_find_unencrypted(endpoint, source), *findings), name)
+
+
+def _with_start(facts: SourceFacts, endpoint: Endpoint) -> SourceFacts:
+    """With a refusal if a new checkpoint cannot start where the options say."""
+    if endpoint.is_spark_own or not any(
+        o.lower().startswith(("starting", "ending", "since")) for o in endpoint.options
+    ):
+        return facts
+
+    def find() -> Iterator[Finding]:
+        with contextlib.closing(endpoint.source().driver()) as driver:
+            driver.check_initial()
+        yield from ()
+
+    return replace(facts, findings=(*facts.findings, *_run_preflight(find)))
 
 
 def _build_sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: bool, readable: bool) -> SinkFacts:

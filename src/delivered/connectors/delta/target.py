@@ -27,6 +27,7 @@ from delivered.connectors.delta.client import (
     sync_versions,
 )
 from delivered.kits.sql.merge import stored_columns
+from delivered.kits.sql.table import untyped
 from delivered.kits.table import target
 from delivered.kits.table.target import TableTypes, canonical
 from delivered.model.capability import APPEND
@@ -122,7 +123,13 @@ def ready(options: DeltaOptions, schema: pa.Schema) -> None:
 def table_check(options: DeltaOptions) -> Callable[[pa.Schema], None] | None:
     """See `delivered.contract.sink.Sink.target_check`."""
     table = open_table(options)
-    return None if table is None else partial(_check_table, options, table)
+    if table is None:
+        return partial(_check_new, options) if options.create else None
+    return partial(_check_table, options, table)
+
+
+def _check_new(options: DeltaOptions, schema: pa.Schema) -> None:
+    _check_created(options, target.comparable(TYPES, stored_columns(options.write, schema)))
 
 
 def _check_table(options: DeltaOptions, table: Any, schema: pa.Schema) -> None:
@@ -223,20 +230,12 @@ def _null(options: DeltaOptions, column: str, row: int, file: DataFile) -> BadRe
 def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
     if not options.create:
         return require_table(options)
-    partitions = list(options.partition_by or ())
-    for name in partitions:
-        kind = schema.field(name).type if name in schema.names else None
-        t = pa.types
-        if kind is None or not (t.is_string(kind) or t.is_integer(kind) or t.is_boolean(kind) or t.is_date32(kind)):
-            raise UsageError("PARTITION_TYPE.COLUMN", name=name, kind=kind or "not a column of the rows")
-    if len(partitions) == len(schema):
-        raise UsageError("PARTITIONS.ALL_COLUMNS")
-    _check_maps(schema)
+    _check_created(options, schema)
     deltalake = delta()
     with explained(options):
         try:
             deltalake.DeltaTable.create(
-                options.path, schema, mode="error", partition_by=partitions or None,
+                options.path, schema, mode="error", partition_by=list(options.partition_by or ()) or None,
                 storage_options=options.storage_resolved() or None,
             )  # fmt: skip
         except deltalake.exceptions.DeltaError:
@@ -245,6 +244,21 @@ def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
                 raise
         sync_versions(options, 0, 0)
         return require_table(options)
+
+
+def _check_created(options: DeltaOptions, schema: pa.Schema) -> None:
+    """Raises UsageError: no table can be created for rows of this schema; unknown types are not judged."""
+    partitions = options.partition_by or ()
+    for name in partitions:
+        kind = schema.field(name).type if name in schema.names else None
+        t = pa.types
+        if kind is not None and untyped(schema.field(name)):
+            continue
+        if kind is None or not (t.is_string(kind) or t.is_integer(kind) or t.is_boolean(kind) or t.is_date32(kind)):
+            raise UsageError("PARTITION_TYPE.COLUMN", name=name, kind=kind or "not a column of the rows")
+    if len(partitions) == len(schema):
+        raise UsageError("PARTITIONS.ALL_COLUMNS")
+    _check_maps(schema)
 
 
 def _check_maps(schema: pa.Schema) -> None:

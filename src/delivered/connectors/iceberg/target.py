@@ -219,7 +219,13 @@ def ready(options: IcebergOptions, schema: pa.Schema) -> None:
 def table_check(options: IcebergOptions) -> Callable[[pa.Schema], None] | None:
     """See `delivered.contract.sink.Sink.target_check`."""
     table = open_table(options)
-    return None if table is None else partial(_check_table, options, table)
+    if table is None:
+        return partial(_check_new, options) if options.create else None
+    return partial(_check_table, options, table)
+
+
+def _check_new(options: IcebergOptions, schema: pa.Schema) -> None:
+    _check_partitions(options, target.comparable(TYPES, stored_columns(options.write, schema)))
 
 
 def _check_table(options: IcebergOptions, table: Any, schema: pa.Schema) -> None:
@@ -339,16 +345,9 @@ def _spec(options: IcebergOptions, schema: pa.Schema, columns: Any) -> Any:
     from pyiceberg.partitioning import PARTITION_FIELD_ID_START, PartitionField, PartitionSpec
     from pyiceberg.transforms import parse_transform
 
+    _check_partitions(options, schema)
     fields = []
     for number, part in enumerate(options.partition_by or ()):
-        kind = schema.field(part.column).type if part.column in schema.names else None
-        if kind is None or not _fits(part, kind):
-            raise UsageError(
-                "PARTITION_TYPE.TRANSFORM",
-                column=part.column,
-                transform=part.transform,
-                kind=kind or "not a column of the rows",
-            )
         fields.append(
             PartitionField(
                 source_id=columns.find_field(part.column).field_id,
@@ -358,6 +357,19 @@ def _spec(options: IcebergOptions, schema: pa.Schema, columns: Any) -> Any:
             )
         )
     return PartitionSpec(*fields)
+
+
+def _check_partitions(options: IcebergOptions, schema: pa.Schema) -> None:
+    """Raises UsageError: no table can be partitioned so for rows of this schema; unknown types are not judged."""
+    for part in options.partition_by or ():
+        kind = schema.field(part.column).type if part.column in schema.names else None
+        if kind is None or not (pa.types.is_null(kind) or _fits(part, kind)):
+            raise UsageError(
+                "PARTITION_TYPE.TRANSFORM",
+                column=part.column,
+                transform=part.transform,
+                kind=kind or "not a column of the rows",
+            )
 
 
 def _fits(part: Part, kind: pa.DataType) -> bool:

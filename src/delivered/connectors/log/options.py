@@ -60,8 +60,8 @@ class LogOptions(Options, owner="delivered_log source"):
         OptionType(_position, str),
         default=EARLIEST,
     )
-    ending: Position = option(
-        "endingOffsets", 'Where a batch read ends: latest or {"0": 12}.', OptionType(_ending, str), default=LATEST
+    ending: Position | None = option(
+        "endingOffsets", 'Where a batch read ends: latest or {"0": 12}.', OptionType(_ending, str), default=None
     )
     since_ms: int | None = option(
         "startingTimestamp",

@@ -265,6 +265,8 @@ class LogDriver(SourceDriver):
         self._frozen: layout.Snapshot | None = None
 
     def initial(self) -> Offsets:
+        if self._options.ending is not None:
+            raise UsageError("OPTION_CONFLICT.LOG_END")
         now, since = self._refresh(), self._options.since_ms
         positions = self._since(since, now) if since is not None else self._resolve(self._options.starting, now)
         return _offsets(now.version, positions)
@@ -336,7 +338,7 @@ class LogDriver(SourceDriver):
     def batch(self) -> tuple[Offsets, Offsets]:
         now = self._refresh()
         begin = self._resolve(self._options.starting, now)
-        end = self._resolve(self._options.ending, now)
+        end = self._resolve(self._options.ending or LATEST, now)
         for partition, stop in end.items():
             begin.setdefault(partition, now.earliest().get(partition, 0))
             if stop > now.ends().get(partition, 0):

@@ -173,18 +173,25 @@ class PulsarDriver(SourceDriver):
         self._moved: dict[Partition, Position] = {}
 
     def initial(self) -> Offsets:
+        held, start = self._initial()
+        self._hold(held)
+        return to_json(start)
+
+    def check_initial(self) -> None:
+        self._initial()
+
+    def _initial(self) -> tuple[Mapping[Partition, Position], Mapping[Partition, Position]]:
+        """Positions to hold, and the same ones as those of a checkpoint."""
         options = self._options
         if options.ending is not None:
             raise UsageError("OPTION_CONFLICT.PULSAR_END")
         where = options.starting or Where("startingOffsets", LATEST)
         if where.stored:
-            at = {p: s for p, s in where.each.items() if isinstance(s, Position)}
-            self._hold(at)
-            return to_json(at)
+            stored = {p: s for p, s in where.each.items() if isinstance(s, Position)}
+            return stored, stored
         snapshot = self._frozen or self._snapshot()
         at = self._resolve(where, snapshot)
-        self._hold(at)
-        return to_json({p: before_first(snapshot[p]) if s == START else s for p, s in at.items()})
+        return at, {p: before_first(snapshot[p]) if s == START else s for p, s in at.items()}
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         before = from_json(start)

@@ -244,6 +244,7 @@ def ready(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Sch
         connection.execute(f"CREATE TABLE {quoted(options.table)} /* {new_comment()} */ ({body})")
     else:
         compare(options, schema, columns)
+        _check_required(options, required_columns(connection, options.table), schema)
     known = stored_schema(connection, options.table)
     canonical = TYPES.canonical_schema(schema)
     if known is None:
@@ -268,6 +269,7 @@ def add_columns(connection: sqlite3.Connection, options: SqliteOptions, schema: 
     columns = table_columns(connection, options.table)
     missing = find_absent(options, pa.schema([f for f in schema if f.name.lower() not in columns]), columns)
     compare(options, pa.schema([f for f in schema if f not in missing]), columns)
+    _check_required(options, required_columns(connection, options.table), schema)
     known = stored_schema(connection, options.table)
     now = None if known is None else extend(options, known, TYPES.canonical_schema(schema), _RECOVERY_ACTION)
     for field in missing:
@@ -281,17 +283,25 @@ def add_columns(connection: sqlite3.Connection, options: SqliteOptions, schema: 
 def table_check(connection: sqlite3.Connection, options: SqliteOptions) -> Callable[[pa.Schema], None] | None:
     """See `delivered.contract.sink.Sink.target_check`. Raises sqlite3.Error."""
     columns = table_columns(connection, options.table)
-    return partial(_check_table, options, columns, stored_schema(connection, options.table)) if columns else None
+    if not columns:
+        return None
+    required, known = required_columns(connection, options.table), stored_schema(connection, options.table)
+    return partial(_check_table, options, columns, required, known)
 
 
 def _check_table(
-    options: SqliteOptions, columns: dict[str, str | None], known: pa.Schema | None, schema: pa.Schema
+    options: SqliteOptions,
+    columns: dict[str, str | None],
+    required: Sequence[str],
+    known: pa.Schema | None,
+    schema: pa.Schema,
 ) -> None:
     schema = stored_columns(options.write, TYPES.plain_schema(schema))
     skipped = [f for f in schema if untyped(f) and columns.get(f.name.lower()) is not None]
     if options.merge_schema:
         skipped += find_absent(options, pa.schema([f for f in schema if f.name.lower() not in columns]), columns)
     compare(options, pa.schema([f for f in schema if f not in skipped]), columns)
+    _check_required(options, required, schema)
     if known is not None and not any(map(untyped, schema)):
         check = extend if options.merge_schema else check_known
         check(options, known, TYPES.canonical_schema(schema), _RECOVERY_ACTION)
@@ -320,6 +330,25 @@ def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str | 
                 type=field.type,
                 wanted=wanted,
             )
+
+
+def _check_required(options: SqliteOptions, required: Sequence[str], schema: pa.Schema) -> None:
+    """Raises UsageError: rows of this schema lack a column that the table requires."""
+    names = {f.name.lower() for f in schema}
+    absent = [name for name in required if name.lower() not in names]
+    if absent:
+        raise UsageError("COLUMN_REQUIRED.SQLITE", missing=", ".join(map(repr, absent)), table=options.table)
+
+
+def required_columns(connection: sqlite3.Connection, table: str) -> tuple[str, ...]:
+    """NOT NULL columns that SQLite does not fill if an INSERT leaves them out."""
+    rows = connection.execute(
+        'SELECT name FROM pragma_table_xinfo(?) WHERE "notnull" AND hidden = 0 '
+        "AND coalesce(upper(dflt_value), 'NULL') = 'NULL'",
+        (table,),
+    ).fetchall()
+    numbered = numbered_column(connection, table)
+    return tuple(name for (name,) in rows if name != numbered)
 
 
 def table_columns(connection: sqlite3.Connection, table: str) -> dict[str, str | None]:
