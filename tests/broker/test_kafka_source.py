@@ -388,7 +388,7 @@ def test_a_plan_refuses_a_start_that_does_not_fit(kafka: Any, tmp_path: Path) ->
     offsets, times = (json.dumps({topic: each}) for each in ({"0": 0}, {"0": late, "1": late}))
     for option, value, code in (
         ("startingOffsets", offsets, "OPTION_VALUE.*-1"),
-        ("startingOffsetsByTimestamp", times, "TIMESTAMP"),
+        ("startingOffsetsByTimestamp", times, "no record at or after"),
         ("endingOffsets", "latest", "OPTION_CONFLICT"),
     ):
         pipeline = delivered.Pipeline(
