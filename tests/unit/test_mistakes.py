@@ -251,6 +251,24 @@ def test_a_mistaken_argument_is_told_in_words_of_the_call(
     assert step in str(error.value.next_step)
 
 
+def test_what_is_no_session_or_frame_is_told(tmp_path: Path) -> None:
+    for value in (None, "spark", 7):
+        with pytest.raises(delivered.UsageError, match=r"SPARK_VALUE.*it must be a SparkSession"):
+            delivered.register(value)  # type: ignore[arg-type]
+        with pytest.raises(delivered.UsageError, match=r"SPARK_VALUE.*it must be the DataFrame"):
+            delivered.write_batch(
+                value,  # type: ignore[arg-type]
+                0,
+                sink=delivered.sqlite(tmp_path / "out.db", "orders"),
+                guarantee="exactly_once",
+                pipeline="orders",
+            )
+    append(str(tmp_path / "in"), pa.table({"value": [b"a"]}))
+    for call in (pipeline(tmp_path).plan, pipeline(tmp_path).start):
+        with pytest.raises(delivered.UsageError, match="SPARK_VALUE"):
+            call("spark")  # type: ignore[arg-type]
+
+
 def test_several_names_may_be_a_list() -> None:
     assert delivered.kafka("host:9092", subscribe=["a", "b"]).options["subscribe"] == "a,b"
 

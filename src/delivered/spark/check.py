@@ -63,8 +63,15 @@ def sender_of(spark: SparkSession) -> Sender:
     return Sender(owner, DriverAddress.of(spark.conf.get))
 
 
+def check_session(spark: Any) -> None:
+    """Raises UsageError: something else was passed. A session of any API can read streams."""
+    if not hasattr(spark, "readStream"):
+        raise UsageError("SPARK_VALUE.SESSION", value=spark, value_type=type(spark).__name__)
+
+
 def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
     """For `gather`."""
+    check_session(spark)
     return SessionFacts(
         str(spark.conf.get("spark.master", "local")),
         str(spark.conf.get(ASYNC_CONF, "false")).lower() == "true",

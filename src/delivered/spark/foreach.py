@@ -67,6 +67,8 @@ def write_batch(
         UsageError, Refused: the write is not possible as requested.
         ReplayDiffers: the batch was decided with other rows, or was written to this sink already.
     """
+    if not hasattr(df, "sparkSession"):
+        raise UsageError("SPARK_VALUE.FRAME", value=df, value_type=type(df).__name__)
     if not isinstance(sink, Endpoint) or not sink.projection.is_all:
         raise UsageError("ENDPOINT_VALUE.WRITE_BATCH", sink=sink, sink_type=type(sink).__name__)
     spec = PipelineSpec(

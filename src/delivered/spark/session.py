@@ -34,7 +34,7 @@ from delivered.model.step import LOG_FORMAT, as_json
 from delivered.pipeline.registry import names
 from delivered.prefork import start_server, worker_python
 from delivered.spark import cluster
-from delivered.spark.check import OUR_DAEMON, advice, owners, sender_of
+from delivered.spark.check import OUR_DAEMON, advice, check_session, owners, sender_of
 from delivered.spark.compat import LOCAL_SOCKETS, PYTHON_SOURCES
 from delivered.spark.hooks import install
 from delivered.spark.internals import TASK_MODULE, WORKER_MODULES, Setting, active, jvm_of, make_active
@@ -82,8 +82,10 @@ def register(spark: SparkSession) -> None:
     of a ledger, and a second driver on the same checkpoint is detected.
 
     Raises:
+        UsageError: `spark` is no session.
         Refused: this Spark has no formats in Python.
     """
+    check_session(spark)
     if not PYTHON_SOURCES:
         raise Refused("SPARK_VERSION.FORMATS", version=spark.version)
     prepare(spark)
