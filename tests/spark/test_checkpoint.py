@@ -40,6 +40,37 @@ ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvi
 COUNTS = "SELECT CAST(key AS STRING) AS k, count(*) AS n FROM source GROUP BY k"
 
 
+@checkpoint(
+    "a log file that a power failure cut off", "refused", "`CHECKPOINT_DAMAGED`, which says what to delete or restore"
+)
+def test_log_files_cut_off(spark: SparkSession, tmp_path: Path) -> None:
+    """Spark renames them into place without fsync. With any file deleted as told, every record counts once."""
+    database, folder = tmp_path / "out.db", tmp_path / "checkpoint"
+    life = Life(spark, tmp_path, delivered.sqlite(str(database), "rows"))
+    life.start()
+    life.start()
+
+    def cut(log: str, batch: int) -> list[Path]:
+        file = folder / log / str(batch)
+        file.write_bytes(file.read_bytes()[:3] if file.exists() else b"")
+        return [file, file.with_name(f".{batch}.crc")]
+
+    for log, batch, told in (("commits", 1, "runs once more"), ("offsets", 3, "plans the batch anew")):
+        files = cut(log, batch)
+        life.refused(rf"CHECKPOINT_DAMAGED.*{folder}/{log}/{batch}.*{told}")
+        for file in files:
+            file.unlink(missing_ok=True)
+        life.start()
+        assert once(rows(database), life.records)
+    newest = max(int(p.name) for p in (folder / "offsets").iterdir() if p.name.isdigit())
+    kept = (folder / "offsets" / str(newest)).read_bytes()
+    cut("offsets", newest)
+    life.refused("CHECKPOINT_DAMAGED.*is decided")
+    (folder / "offsets" / str(newest)).write_bytes(kept)
+    life.start()
+    assert once(rows(database), life.records)
+
+
 @pytest.mark.matrix
 @checkpoint("SQL of a stateless transform", "continues", "`plan` names the batch from which it runs")
 @checkpoint("`maxOffsetsPerTrigger`", "continues", "from the next batch on")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -186,6 +187,32 @@ def is_done(location: str, batch: int) -> bool:
     """Whether Spark logged the batch as committed."""
     filesystem, folder = open_folder(location)
     return filesystem.get_file_info(f"{folder}/commits/{batch}").type is fs.FileType.File
+
+
+def find_damaged(location: str) -> tuple[str, int] | None:
+    """The log and batch of a file that Spark will read at its next start, and that a power failure has cut off.
+
+    Spark renames its log files into place without fsync: the name may outlast the bytes.
+
+    Raises:
+        Unreachable: the checkpoint cannot be read.
+    """
+    filesystem, folder = open_folder(location)
+    try:
+        for log, lines in (("offsets", _OWN_LINES + 1), ("commits", _OWN_LINES)):
+            newest = _newest(filesystem, f"{folder}/{log}")
+            if newest is not None and not _is_complete(filesystem, f"{folder}/{log}/{newest}", lines):
+                return log, newest
+    except OSError as error:
+        raise _unreadable(location, error) from error
+    return None
+
+
+def _is_complete(filesystem: fs.FileSystem, path: str, lines: int) -> bool:
+    """Whether a log file begins as Spark's do and has this many lines."""
+    with filesystem.open_input_stream(path) as stream:
+        found = bytes(stream.read()).split(b"\n")
+    return re.fullmatch(rb"v\d+", found[0]) is not None and len(found) >= lines and all(found[:lines])
 
 
 def find_unwritable(location: str) -> str | None:

@@ -11,6 +11,7 @@ import psutil
 
 from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import (
+    find_damaged,
     find_unwritable,
     is_done,
     newest_offsets,
@@ -283,6 +284,8 @@ def _build_checkpoint(pipeline: Definition, session: SessionFacts | None, takeov
     try:
         state = ledger.look()
         view = CheckpointView(scope.incarnation, 0 if newest is None else newest + int(done), "", None)
+        if newest is not None and (damaged := find_damaged(pipeline.checkpoint)) is not None:
+            raise _refused_damage(pipeline.checkpoint, *damaged, _find_newest(state))
         other_name = find_rename(view, scope, spec.tolerance, find_other_ledgers(ledger, view, state))
     finally:
         ledger.close()
@@ -317,6 +320,16 @@ def _build_checkpoint(pipeline: Definition, session: SessionFacts | None, takeov
         if incarnation is not None
         else None,
     )
+
+
+def _refused_damage(location: str, log: str, batch: int, decided: int | None) -> Refused:
+    """Args: decided: the newest batch of the ledger."""
+    file = f"{location.removeprefix('file://').rstrip('/')}/{log}/{batch}"
+    if log == "commits":
+        return Refused("CHECKPOINT_DAMAGED.COMMITS", file=file, batch=batch)
+    if decided is not None and decided >= batch:
+        return Refused("CHECKPOINT_DAMAGED.DECIDED", file=file, batch=batch, location=location)
+    return Refused("CHECKPOINT_DAMAGED.OFFSETS", file=file, batch=batch)
 
 
 def _is_behind(state: LedgerState, checkpoint: str, following: int) -> bool:
