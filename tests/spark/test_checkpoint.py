@@ -55,7 +55,7 @@ def test_log_files_cut_off(spark: SparkSession, tmp_path: Path) -> None:
         file.write_bytes(file.read_bytes()[:3] if file.exists() else b"")
         return [file, file.with_name(f".{batch}.crc")]
 
-    for log, batch, told in (("commits", 1, "runs once more"), ("offsets", 3, "plans the batch anew")):
+    for log, batch, told in (("commits", 1, "runs once more"), ("offsets", 3, "plans the batch again")):
         files = cut(log, batch)
         life.refused(rf"CHECKPOINT_DAMAGED.*{folder}/{log}/{batch}.*{told}")
         for file in files:
