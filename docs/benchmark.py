@@ -265,8 +265,8 @@ def _why(run: dict[str, Any]) -> list[str]:
         f"**Where the time goes.** Of the {whole:.1f} s of *exactly_once, direct*, the first batch takes "
         f"{first / 1000:.1f} s, a later one of 3 million records {later / 1000:.1f} s: {rate:,.0f} records/s. The "
         "difference is the start: the JVM loads and compiles Spark's classes, and Python processes import, one after "
-        "the other ([decision 087](decisions/087-forked-planning-processes.md)); it also holds most of what a record "
-        "costs above half of Flink's CPU. The guarantees differ by less than the repetitions do.",
+        "the other ([decision 087](decisions/087-forked-planning-processes.md)). "
+        "The guarantees differ by less than the repetitions do.",
         "",
     ]
 
