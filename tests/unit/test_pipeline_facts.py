@@ -21,7 +21,7 @@ from delivered.checkpoint import sidecar
 from delivered.connectors.log.produce import append
 from delivered.engine.owner import find_living
 from delivered.model.capability import Guarantee
-from delivered.model.errors import InvariantBroken, OutcomeUnknown, Refused
+from delivered.model.errors import InvariantBroken, OutcomeUnknown, Refused, UsageError
 from delivered.model.translate import translated
 from delivered.model.work import Owner
 from delivered.pipeline.facts import for_start
@@ -121,6 +121,27 @@ def test_preflight_refuses_a_log_that_is_not_there(tmp_path: Path) -> None:
     assert isinstance(answer, Refusal)
     assert "nothing" in answer.reason
     assert isinstance(made.plan(offline=True), Plan)
+
+
+def test_a_start_that_an_earlier_one_recorded_counts_not_the_option(tmp_path: Path) -> None:
+    made = pipeline(tmp_path)
+    made.sources = {n: e.with_options(startingOffsets='{"7": 0}') for n, e in made.sources.items()}
+    with pytest.raises(UsageError, match="PARTITION_UNKNOWN"):
+        made.plan()
+    (name,) = made.sources
+    sidecar.keep_first(str(made.checkpoint), lambda: {"version": 0, "offsets": {"0": 0}}, name)
+    assert isinstance(made.plan(), Plan)
+
+
+@pytest.mark.parametrize("length", [0, 2, 4, 6])
+def test_a_log_file_that_is_cut_off_anywhere_is_refused(tmp_path: Path, length: int) -> None:
+    made = pipeline(tmp_path)
+    checkpoint(made, 1)
+    assert isinstance(made.plan(), Plan)
+    file = Path(made.checkpoint) / "offsets" / "0"
+    file.write_text(file.read_text()[:length])
+    with pytest.raises(Refused, match=r"CHECKPOINT_DAMAGED.*not decided"):
+        made.plan()
 
 
 @pytest.mark.parametrize("where", ["option", "conf"])

@@ -209,10 +209,18 @@ def find_damaged(location: str) -> tuple[str, int] | None:
 
 
 def _is_complete(filesystem: fs.FileSystem, path: str, lines: int) -> bool:
-    """Whether a log file begins as Spark's do and has this many lines."""
+    """Whether a log file begins as Spark's do and has this many lines, and each object in it ends."""
     with filesystem.open_input_stream(path) as stream:
         found = bytes(stream.read()).split(b"\n")
-    return re.fullmatch(rb"v\d+", found[0]) is not None and len(found) >= lines and all(found[:lines])
+    if re.fullmatch(rb"v\d+", found[0]) is None or len(found) < lines or not all(found[:lines]):
+        return False
+    try:
+        for line in found:
+            if line.startswith(b"{"):
+                json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def find_unwritable(location: str) -> str | None:

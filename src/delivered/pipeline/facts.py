@@ -135,7 +135,11 @@ def _gather(pipeline: Definition, session: SessionFacts | None, offline: bool, t
     if not offline and not blocked:
         checkpoint = _build_checkpoint(pipeline, session, takeover)
         if checkpoint.newest is None:
-            sources = tuple(_with_start(s, e) for s, e in zip(sources, pipeline.sources.values(), strict=True))
+            declared_sources = pipeline.sources.items()
+            sources = tuple(
+                s if sidecar.read_first(pipeline.checkpoint, n) else _with_start(s, e)  # an earlier start counts
+                for s, (n, e) in zip(sources, declared_sources, strict=True)
+            )
             blocked = any(f.refuses for s in sources for f in s.findings)
     transform = _build_transform(pipeline)
     if not offline and not blocked:
