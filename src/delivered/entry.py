@@ -79,6 +79,7 @@ class Pipeline(Definition):
 
         Raises:
             UsageError: invalid options.
+            Refused: Spark's newest log files in the checkpoint are cut off.
             Unreachable: a server or the checkpoint did not answer.
         """
         session = None

@@ -189,20 +189,23 @@ def is_done(location: str, batch: int) -> bool:
     return filesystem.get_file_info(f"{folder}/commits/{batch}").type is fs.FileType.File
 
 
-def find_damaged(location: str) -> tuple[str, int] | None:
+def find_damaged(location: str, newest: int) -> tuple[str, int] | None:
     """The log and batch of a file that Spark will read at its next start, and that a power failure has cut off.
 
     Spark renames its log files into place without fsync: the name may outlast the bytes.
+
+    Args:
+        newest: batch in the log of offsets.
 
     Raises:
         Unreachable: the checkpoint cannot be read.
     """
     filesystem, folder = open_folder(location)
     try:
-        for log, lines in (("offsets", _OWN_LINES + 1), ("commits", _OWN_LINES)):
-            newest = _newest(filesystem, f"{folder}/{log}")
-            if newest is not None and not _is_complete(filesystem, f"{folder}/{log}/{newest}", lines):
-                return log, newest
+        committed = _newest(filesystem, f"{folder}/commits")
+        for log, batch, lines in (("offsets", newest, _OWN_LINES + 1), ("commits", committed, _OWN_LINES)):
+            if batch is not None and not _is_complete(filesystem, f"{folder}/{log}/{batch}", lines):
+                return log, batch
     except OSError as error:
         raise _unreadable(location, error) from error
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,6 +118,7 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
 
     Raises:
         UsageError: bad options.
+        Refused: Spark's newest log files are cut off.
         Unreachable: the checkpoint or the ledger cannot be read.
     """
     with asking_once() if session is None else contextlib.nullcontext():
@@ -135,10 +136,9 @@ def _gather(pipeline: Definition, session: SessionFacts | None, offline: bool, t
     if not offline and not blocked:
         checkpoint = _build_checkpoint(pipeline, session, takeover)
         if checkpoint.newest is None:
-            declared_sources = pipeline.sources.items()
             sources = tuple(
                 s if sidecar.read_first(pipeline.checkpoint, n) else _with_start(s, e)  # an earlier start counts
-                for s, (n, e) in zip(sources, declared_sources, strict=True)
+                for s, (n, e) in zip(sources, pipeline.sources.items(), strict=True)
             )
             blocked = any(f.refuses for s in sources for f in s.findings)
     transform = _build_transform(pipeline)
@@ -200,17 +200,16 @@ def _build_source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
 
 def _with_start(facts: SourceFacts, endpoint: Endpoint) -> SourceFacts:
     """With a refusal if a new checkpoint cannot start where the options say."""
-    if endpoint.is_spark_own or not any(
-        o.lower().startswith(("starting", "ending", "since")) for o in endpoint.options
-    ):
+    named = any(option.lower().startswith(("starting", "ending")) for option in endpoint.options)
+    if endpoint.is_spark_own or not named:
         return facts
 
-    def find() -> Iterator[Finding]:
+    def check() -> Sequence[Finding]:
         with contextlib.closing(endpoint.source().driver()) as driver:
             driver.check_initial()
-        yield from ()
+        return ()
 
-    return replace(facts, findings=(*facts.findings, *_run_preflight(find)))
+    return replace(facts, findings=(*facts.findings, *_run_preflight(check)))
 
 
 def _build_sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: bool, readable: bool) -> SinkFacts:
@@ -288,7 +287,7 @@ def _build_checkpoint(pipeline: Definition, session: SessionFacts | None, takeov
     try:
         state = ledger.look()
         view = CheckpointView(scope.incarnation, 0 if newest is None else newest + int(done), "", None)
-        if newest is not None and (damaged := find_damaged(pipeline.checkpoint)) is not None:
+        if newest is not None and (damaged := find_damaged(pipeline.checkpoint, newest)) is not None:
             raise _refused_damage(pipeline.checkpoint, *damaged, _find_newest(state))
         other_name = find_rename(view, scope, spec.tolerance, find_other_ledgers(ledger, view, state))
     finally:
