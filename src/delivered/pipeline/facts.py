@@ -28,7 +28,7 @@ from delivered.engine.recover import find_other_ledgers
 from delivered.engine.rules import find_rename, judge
 from delivered.engine.sinks import Member, Sinks
 from delivered.model.capability import SourceCapability, WriteMode
-from delivered.model.errors import DeliveredError, MissingExtra, Refused, UsageError, missing_extra
+from delivered.model.errors import DeliveredError, MissingExtra, Refused, Unreachable, UsageError, missing_extra
 from delivered.model.identity import SOURCE, Scope
 from delivered.model.options import resolve_secret
 from delivered.model.patience import asking_once
@@ -192,9 +192,9 @@ def _build_source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
         )
         return SourceFacts(endpoint.label, capability, name=name)
     source = endpoint.source()
-    findings = () if offline else _run_preflight(source.preflight)
+    findings = () if offline else _run_preflight(source.preflight, endpoint)
     if "subscribepattern" in map(str.lower, endpoint.options) and not offline and not findings:
-        findings = _run_preflight(lambda: _find_no_match(endpoint, source))
+        findings = _run_preflight(lambda: _find_no_match(endpoint, source), endpoint)
     return SourceFacts(endpoint.label, source.capability(), (*_find_unencrypted(endpoint, source), *findings), name)
 
 
@@ -209,18 +209,18 @@ def _with_start(facts: SourceFacts, endpoint: Endpoint) -> SourceFacts:
             driver.check_initial()
         return ()
 
-    return replace(facts, findings=(*facts.findings, *_run_preflight(check)))
+    return replace(facts, findings=(*facts.findings, *_run_preflight(check, endpoint)))
 
 
 def _build_sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: bool, readable: bool) -> SinkFacts:
     """Args: readable: no source refuses; else it is not asked, and waited for, once more."""
-    findings = () if offline else _run_preflight(lambda: sink.preflight(pipeline.guarantee))
+    findings = () if offline else _run_preflight(lambda: sink.preflight(pipeline.guarantee), endpoint)
     checked: tuple[str, ...] = ()
     if not offline and not any(f.refuses for f in findings):
         if readable:
             findings += _run_preflight(lambda: check_change_key(pipeline, endpoint, sink.capability().write))
         scope = Scope(pipeline.name, endpoint.name or sink.name, NO_INCARNATION)
-        findings += _run_preflight(lambda: sink.check_ledger(scope))
+        findings += _run_preflight(lambda: sink.check_ledger(scope), endpoint)
         checked = tuple(sink.checked_target())
     found = (*_find_unencrypted(endpoint, sink), *_find_loop(pipeline, endpoint), *findings)
     return SinkFacts(endpoint.name or sink.name, endpoint.label, sink.capability(), found, checked)
@@ -250,10 +250,18 @@ def _find_unencrypted(endpoint: Endpoint, part: Any) -> Iterator[Finding]:
             yield from _find_unencrypted(endpoint, wrapped)
 
 
-def _run_preflight(preflight: Any) -> tuple[Finding, ...]:
-    """A preflight that raises becomes a refusal: a server that is down does not deserve a traceback."""
+def _run_preflight(preflight: Any, endpoint: Endpoint | None = None) -> tuple[Finding, ...]:
+    """A preflight that raises becomes a refusal: a server that is down does not deserve a traceback.
+
+    Args:
+        endpoint: what is checked; if its server is not reached, the plan says which other one listens there.
+    """
     try:
-        return tuple(preflight())
+        return tuple(_find_another(endpoint, f.code, f.message) or f if f.refuses else f for f in preflight())
+    except Unreachable as error:
+        if (another := _find_another(endpoint, error.code, error.message)) is None:
+            raise
+        return (another,)
     except (Refused, MissingExtra) as error:
         return (Finding.refusal(error),)
     except ModuleNotFoundError as error:
@@ -261,6 +269,15 @@ def _run_preflight(preflight: Any) -> tuple[Finding, ...]:
         if missing is None:
             raise
         return (Finding.refusal(missing),)
+
+
+def _find_another(endpoint: Endpoint | None, code: str, text: str) -> Finding | None:
+    if endpoint is None:
+        return None
+    from delivered.pipeline.listener import find_another
+
+    error = find_another(endpoint, code, text)
+    return None if error is None else Finding.refusal(error)
 
 
 def _build_execution(pipeline: Definition, session: SessionFacts | None) -> Execution:

@@ -702,6 +702,8 @@ def _unknown(where: str, path: Path_) -> tuple[str, str | None]:
     if not near and (places := [name for name, m in _MODELS.items() if key in m.model_fields]):
         under = f"under {places[0]!r}: {places[0]}: {{{key}: ...}}" if places[0] else "at the top level"
         step = f"write it {under}"
+    if not at and key == "name":
+        step = "write 'pipeline'"
     return f"{where}: unknown key {_dotted(path)!r}; known: {known}", step
 
 
