@@ -72,6 +72,7 @@ MISTAKES = {
     "guarantee": Mistake("plan FILE", "FILE_INVALID", "did you mean exactly_once?", ("exactly_once", "exactly_onse")),
     "guarantee option": Mistake("plan FILE --guarantee atleast_once", "FILE_INVALID", "did you mean at_least_once?"),
     "key": Mistake("plan FILE", "FILE_INVALID", "write 'checkpoint'", ("checkpoint:", "checkpont:")),
+    "key of a sink": Mistake("plan FILE", "FILE_INVALID", "write 'pipeline'", ("pipeline:", "name:")),
     "kind of value": Mistake("plan FILE", "FILE_INVALID", "a list", ("sinks: [", "sinks: 7 # [")),
     "one source as several": Mistake("plan FILE", "FILE_INVALID", "write 'source'; or name", ("source:", "sources:")),
     "name of a pipeline": Mistake("plan FILE", "FILE_INVALID", "write pipeline", (": orders", ": my/orders")),
