@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import socket
+import socketserver
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,24 +45,26 @@ def tls_in_front(host: str, port: int, files: dict[str, Path]) -> Iterator[int]:
     """A TLS listener that passes everything on to a server without TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files["certificate"], files["key"])
-    loop = asyncio.new_event_loop()
 
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while chunk := await reader.read(65536):
-            writer.write(chunk)
-            await writer.drain()
-        writer.close()
+    class Front(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError), socket.create_connection((host, port)) as behind:
+                with context.wrap_socket(self.request, server_side=True) as client:
+                    back = threading.Thread(target=copy, args=(behind, client))
+                    back.start()
+                    copy(client, behind)
+                    behind.shutdown(socket.SHUT_RDWR)
+                    back.join()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        to_reader, to_writer = await asyncio.open_connection(host, port)
-        await asyncio.gather(copy(reader, to_writer), copy(to_reader, writer), return_exceptions=True)
+    def copy(reader: socket.socket, writer: socket.socket) -> None:
+        with suppress(OSError):
+            while chunk := reader.recv(65536):
+                writer.sendall(chunk)
 
-    server = loop.run_until_complete(asyncio.start_server(serve, "127.0.0.1", 0, ssl=context))
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    yield server.sockets[0].getsockname()[1]
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Front) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
 
 
 def planned(folder: Path, sink: Endpoint) -> Refusal:

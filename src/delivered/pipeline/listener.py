@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 
 from delivered.model.errors import Refused
 from delivered.pipeline.endpoint import Endpoint
@@ -47,7 +48,7 @@ def _is_mysql(answer: bytes) -> bool:
 
 
 _CORRELATION = b"\x7e\x11\xf0\x0d"
-_PROBES: tuple[tuple[str, bytes, Callable[[bytes], bool]], ...] = (
+PROBES: tuple[tuple[str, bytes, Callable[[bytes], bool]], ...] = (
     (MYSQL, b"", _is_mysql),  # the server speaks first
     (POSTGRES, bytes.fromhex("0000000804d2162f"), lambda answer: answer in (b"S", b"N")),  # SSLRequest
     (RABBITMQ, b"AMQP\x00\x00\x00\x00", lambda answer: answer == b"AMQP\x00\x00\x09\x01"),  # no such version
@@ -75,33 +76,50 @@ _PROBES: tuple[tuple[str, bytes, Callable[[bytes], bool]], ...] = (
 )
 
 
+@cache
 def identify(host: str, port: int) -> tuple[str | None, bool]:
-    """What listens there, None: nothing known; and whether it was asked over TLS. Takes a second or two."""
+    """What listens there, None: nothing known; and whether it was asked over TLS. Takes a second or two.
+
+    Each address is asked once: a start that waits for its server must not knock at another one's door all the time.
+    """
     for tls in (False, True):
-        with ThreadPoolExecutor(len(_PROBES)) as pool:
-            answers = list(pool.map(lambda probe: _ask(host, port, probe[1], tls=tls), _PROBES))  # noqa: B023
-        found = (name for (name, _, fits), answer in zip(_PROBES, answers, strict=True) if answer and fits(answer))
+        if tls and not _speaks_tls(host, port):
+            break
+        with ThreadPoolExecutor(len(PROBES)) as pool:
+            answers = list(pool.map(partial(_ask, host, port, tls), (question for _, question, _ in PROBES)))
+        found = (name for (name, _, fits), answer in zip(PROBES, answers, strict=True) if answer and fits(answer))
         if name := next(found, None):
             return name, tls
     return None, False
 
 
-def _ask(host: str, port: int, question: bytes, *, tls: bool) -> bytes:
+def _speaks_tls(host: str, port: int) -> bool:
+    try:
+        with _connect(host, port, tls=True):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _ask(host: str, port: int, tls: bool, question: bytes) -> bytes:
     """The first bytes of the answer; empty: none in time."""
     try:
-        with socket.create_connection((host, port), _TIMEOUT_S) as plain:
-            connection = _secured(plain, host) if tls else plain
+        with _connect(host, port, tls=tls) as connection:
             connection.sendall(question)
             return connection.recv(_ANSWER_BYTES_MAX)
     except (OSError, ValueError):
         return b""
 
 
-def _secured(plain: socket.socket, host: str) -> socket.socket:
-    """Over TLS with whoever it is: nothing is sent that must not be read."""
+def _connect(host: str, port: int, *, tls: bool) -> socket.socket:
+    """With TLS: with whoever it is, for nothing is sent that must not be read. Raises OSError, ValueError."""
+    plain = socket.create_connection((host, port), _TIMEOUT_S)
+    if not tls:
+        return plain
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context.wrap_socket(plain, server_hostname=host)
+    with plain:  # wrapped, the connection is no longer this object's
+        return context.wrap_socket(plain, server_hostname=host)
 
 
 def find_another(endpoint: Endpoint, code: str, text: str) -> Refused | None:
