@@ -48,13 +48,16 @@ def tls_in_front(host: str, port: int, files: dict[str, Path]) -> Iterator[int]:
 
     class Front(socketserver.BaseRequestHandler):
         def handle(self) -> None:
-            with suppress(OSError), socket.create_connection((host, port)) as behind:
-                with context.wrap_socket(self.request, server_side=True) as client:
-                    back = threading.Thread(target=copy, args=(behind, client))
-                    back.start()
-                    copy(client, behind)
-                    behind.shutdown(socket.SHUT_RDWR)
-                    back.join()
+            with (
+                suppress(OSError),
+                socket.create_connection((host, port)) as behind,
+                context.wrap_socket(self.request, server_side=True) as client,
+            ):
+                back = threading.Thread(target=copy, args=(behind, client))
+                back.start()
+                copy(client, behind)
+                behind.shutdown(socket.SHUT_RDWR)
+                back.join()
 
     def copy(reader: socket.socket, writer: socket.socket) -> None:
         with suppress(OSError):
