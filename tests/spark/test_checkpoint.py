@@ -71,6 +71,31 @@ def test_log_files_cut_off(spark: SparkSession, tmp_path: Path) -> None:
     assert once(rows(database), life.records)
 
 
+def test_log_files_cut_off_under_a_users_own_query(spark: SparkSession, tmp_path: Path) -> None:
+    database, folder = tmp_path / "out.db", tmp_path / "checkpoint"
+    life = Life(spark, tmp_path, delivered.sqlite(str(database), "rows"))
+
+    def start() -> None:
+        life.produce()
+        given = spark.readStream.format("delivered_log").option("path", str(tmp_path / "in")).load()
+        sink = given.selectExpr("CAST(value AS STRING) AS v").writeStream.format("delivered_sqlite").queryName("own")
+        options = {"guarantee": "exactly_once", "path": str(database), "table": "rows", "ifNotExists": "true"}
+        query = sink.options(**options, checkpointLocation=str(folder)).trigger(availableNow=True).start()
+        query.awaitTermination(WAIT_S)
+
+    start()
+    start()
+    for log, batch, told in (("commits", 1, "runs once more"), ("offsets", 3, "plans the batch again")):
+        file = folder / log / str(batch)
+        file.write_bytes(file.read_bytes()[:-1] if file.exists() else b"")
+        with pytest.raises(delivered.Refused, match=rf"CHECKPOINT_DAMAGED.*{file}.*{told}"):
+            start()
+        file.unlink()
+        file.with_name(f".{batch}.crc").unlink(missing_ok=True)
+        start()
+        assert once(rows(database), life.records)
+
+
 @pytest.mark.matrix
 @checkpoint("SQL of a stateless transform", "continues", "`plan` names the batch from which it runs")
 @checkpoint("`maxOffsetsPerTrigger`", "continues", "from the next batch on")

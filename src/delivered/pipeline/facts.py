@@ -432,11 +432,14 @@ def _sink_facts(spec: PipelineSpec, declared: SinkSpec, member: Member) -> SinkF
 
 
 def _refused_by_ledger(spec: PipelineSpec, sinks: Sinks, checkpoint: str) -> None:
-    view = _next_batch(checkpoint)
-    scope = spec.scope(sinks, view.incarnation)
+    incarnation, newest = read_logged(checkpoint)
+    scope = spec.scope(sinks, incarnation or NO_INCARNATION)
     ledger = open_shared_ledger(sinks, scope)
     try:
         state = ledger.look()
+        if newest is not None and (damaged := find_damaged(checkpoint, newest)) is not None:
+            raise _refused_damage(checkpoint, *damaged, _find_newest(state))
+        view = _next_batch(checkpoint)
         others = find_other_ledgers(ledger, view, state)
     finally:
         ledger.close()
