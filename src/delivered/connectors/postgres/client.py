@@ -1,25 +1,47 @@
-"""Connections, and translation of the server's errors."""
+"""Connections whose waits are watched, and translation of the server's errors. Imports psycopg.
+
+Dates and times that Python has not are read as numbers, and infinity as text: they are for dead letters and messages
+(`model.rows.plain_rows`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.connectors.postgres.target import migrate, version_of
-from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, STARTED_AT, Definition, Dialect, Server, quoted
-from delivered.kits.sql.text import POSTGRES, check_postgres, setting_refused
+from delivered.kits.sql.database import (
+    CLAIM_WAIT_S,
+    LEDGER_TABLES,
+    STARTED_AT,
+    Definition,
+    Dialect,
+    Peer,
+    Server,
+    quoted,
+    watch,
+)
+from delivered.kits.sql.text import POSTGRES, check_postgres, days, micros, setting_refused
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
-if TYPE_CHECKING:
+try:
     import psycopg
+    from psycopg.pq import TransactionStatus
+    from psycopg.types.datetime import DateLoader, TimestampLoader, TimestamptzLoader
+except ImportError:
+    raise MissingExtra("postgres") from None
 
-    from delivered.connectors.postgres.session import Session
+if TYPE_CHECKING:
+    from psycopg.abc import AdaptContext, Loader
+
 
 CONNECT_TRY_S = 5
 """Per address; a name may resolve to two. Errors must be raised within 15 s."""
@@ -50,14 +72,7 @@ def connect(options: PostgresOptions, role: str = "task", writes: bool = True) -
 
     Raises:
         Unreachable, UsageError: within 15 s.
-        MissingExtra: psycopg is not installed.
     """
-    try:
-        import psycopg
-
-        from delivered.connectors.postgres.session import Session, register_loaders
-    except ImportError:
-        raise MissingExtra("postgres") from None
     credentials: dict[str, Any] = {"user": options.user, "password": options.password_resolved()}
     given = {
         **{k: v for k, v in credentials.items() if v is not None},
@@ -125,6 +140,111 @@ def read_only_server(options: PostgresOptions) -> Unreachable:
     return Unreachable("READ_ONLY.POSTGRES", place=options.place)
 
 
+STANDBYS = (
+    "SELECT current_setting('synchronous_standby_names'), "
+    "coalesce(string_agg(application_name || ' (' || state || ', ' || sync_state || ')', ', '), 'none') "
+    "FROM pg_stat_replication"
+)
+"""The synchronous standbys that are wanted, and all that are connected; names of the latter only for a monitor."""
+
+
+class WaitEnded(psycopg.OperationalError):
+    """The connection was ended, because the server, or a standby, did not answer. The outcome is unknown."""
+
+
+class Session(psycopg.Connection[Any]):
+    """A connection of the sink. Used by one thread.
+
+    Attributes:
+        settings: what `connect` pinned, as the server has it.
+    """
+
+    settings: Mapping[str, str]
+    _peer: Peer | None = None
+
+    def watch(self, label: str, conninfo: str, given: Mapping[str, Any]) -> None:
+        """Watch all statements from here on.
+
+        Args:
+            conninfo, given: as this session was opened.
+        """
+        host, port = self.info.host, self.info.port
+        # The same server, however many the URL names.
+        here = {
+            **given,
+            "host": host,
+            "port": port,
+            "target_session_attrs": "any",
+            "application_name": "delivered look",
+        }
+        if self.info.hostaddr:
+            here["hostaddr"] = self.info.hostaddr
+
+        def waits(sessions: Sequence[int]) -> Mapping[int, str]:
+            try:
+                connection = psycopg.connect(conninfo, **here, autocommit=True)
+            except psycopg.errors.ConnectionTimeout as error:
+                raise TimeoutError(str(error)) from None
+            with connection:
+                found = connection.execute(
+                    "SELECT pid FROM pg_stat_activity WHERE pid = ANY(%s) AND wait_event = 'SyncRep'", [list(sessions)]
+                ).fetchall()
+                return dict.fromkeys((pid for (pid,) in found), standbys(connection)) if found else {}
+
+        self._peer = Peer(f"{label} ({host}:{port})", waits)
+        self._pid = self.info.backend_pid
+
+    def wait(self, *given: Any, **options: Any) -> Any:
+        """The one place where psycopg waits for the server."""
+        if self._peer is None:
+            return super().wait(*given, **options)
+        with watch(self._peer, self._pid, self._cut) as call:
+            try:
+                return super().wait(*given, **options)
+            except psycopg.OperationalError as error:
+                if call.reason:
+                    raise WaitEnded(call.reason) from error
+                raise
+
+    def _cut(self) -> None:
+        """From another thread: the wait sees the end of the stream."""
+        with socket.socket(fileno=os.dup(self.pgconn.socket)) as copy:
+            copy.shutdown(socket.SHUT_RDWR)
+
+
+def standbys(connection: psycopg.Connection[Any]) -> str:
+    """The synchronous standbys, in words. Raises psycopg.Error."""
+    wanted, there = connection.execute(STANDBYS).fetchone() or ("", "none")
+    return f"a synchronous standby (synchronous_standby_names = '{wanted}'; connected: {there})"
+
+
+def register_loaders(context: AdaptContext) -> None:
+    for name, loader in _LOADERS.items():
+        context.adapters.register_loader(name, loader)
+
+
+def _loader(base: type[Any], parse: Callable[[str], int]) -> type[Loader]:
+    class Beyond(base):  # type: ignore[misc]
+        def load(self, data: Any) -> Any:
+            try:
+                return super().load(data)
+            except psycopg.DataError:
+                text = bytes(data).decode()
+                try:
+                    return parse(text)
+                except ValueError:
+                    return text
+
+    return Beyond
+
+
+_LOADERS: dict[str, type[Loader]] = {
+    "date": _loader(DateLoader, days),
+    "timestamp": _loader(TimestampLoader, lambda text: micros(text, zoned=False)),
+    "timestamptz": _loader(TimestamptzLoader, lambda text: micros(text, zoned=True)),
+}
+
+
 @cache
 def ledger_dialect(schema: str) -> Dialect:
     """Dialect of a ledger in this schema."""
@@ -148,7 +268,7 @@ def ledger_dialect(schema: str) -> Dialect:
 
 
 @dataclass(frozen=True)
-class PostgresDatabase(Server["psycopg.Connection[Any]"]):
+class PostgresDatabase(Server[psycopg.Connection[Any]]):
     """The user's database."""
 
     options: PostgresOptions
@@ -177,8 +297,6 @@ class PostgresDatabase(Server["psycopg.Connection[Any]"]):
         return is_lost(error)  # the server may still be committing: only a claim can find out
 
     def end_holders(self, connection: psycopg.Connection[Any], role: str, signature: Callable[[], str]) -> str:
-        from delivered.connectors.postgres.session import standbys
-
         del signature
         ended = connection.execute(
             "SELECT CASE WHEN wait_event = 'SyncRep' THEN NULL ELSE pg_terminate_backend(pid) END "
@@ -196,8 +314,6 @@ class PostgresDatabase(Server["psycopg.Connection[Any]"]):
             raise read_only_server(self.options)
 
     def errors(self) -> type[Exception]:
-        import psycopg
-
         return psycopg.Error
 
     def explained(self, error: Exception) -> DeliveredError:
@@ -216,8 +332,6 @@ class PostgresDatabase(Server["psycopg.Connection[Any]"]):
         connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
 
     def idle(self, connection: psycopg.Connection[Any]) -> bool:
-        from psycopg.pq import TransactionStatus
-
         return not connection.closed and connection.info.transaction_status == TransactionStatus.IDLE
 
     def definition(self, connection: psycopg.Connection[Any], *, columns: bool = False) -> Definition:
@@ -261,7 +375,7 @@ def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
             return _login(text, where)
         if "FATAL" in text and "does not exist" in text:  # while connecting, the client keeps no SQLSTATE
             return UsageError("DATABASE_MISSING.POSTGRES_CONNECT", where=where, text=text)
-        if type(error).__name__ == "WaitEnded":
+        if isinstance(error, WaitEnded):
             return Unreachable("POSTGRES_NO_ANSWER", where=where, text=text)
         return Unreachable("POSTGRES_UNREACHABLE.CONNECTION", where=where, text=text, url=options.url)
     if state.startswith("28"):
