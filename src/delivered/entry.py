@@ -173,7 +173,7 @@ class Pipeline(Definition):
             Refused: the plan is a refusal. A former query was stopped nevertheless.
             UsageError: a query on this checkpoint runs, and `restart` is False. Others, and Unreachable, as `plan`.
         """
-        from delivered.checkpoint.runs import keeping_failed_start
+        from delivered.checkpoint.history import keeping_failed_start
         from delivered.operate.notebook import allowed, follow, is_notebook, refused
         from delivered.spark.internals import recent_reports
         from delivered.spark.start import running, start, stop_between_batches

@@ -14,8 +14,7 @@ import pytest
 import yaml
 from tests.spark.cli_help import WAIT_S, running, terminal, until
 
-from delivered.checkpoint.history import samples
-from delivered.checkpoint.runs import runs
+from delivered.checkpoint.history import runs, samples
 from delivered.cli.example import RECORDS, write_example
 from delivered.connectors.log import append
 

@@ -11,7 +11,7 @@ import pytest
 from tests.spark.cli_help import WAIT_S, running, until
 
 from delivered.checkpoint import history
-from delivered.checkpoint.runs import runs
+from delivered.checkpoint.history import runs
 from delivered.cli.example import write_example
 
 

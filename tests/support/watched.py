@@ -18,9 +18,8 @@ import yaml
 from tests.support.without_spark import deliver
 
 from delivered import Pipeline
-from delivered.checkpoint import history, runs
-from delivered.checkpoint.history import Sample, State
-from delivered.checkpoint.runs import Run
+from delivered.checkpoint import history
+from delivered.checkpoint.history import Run, Sample, State
 from delivered.connectors.log import append
 from delivered.model.work import BatchReport
 
@@ -106,7 +105,7 @@ def batches_of(file: Path, count: int, *, now_ms: int, slow: Mapping[int, float]
 
 
 def run(file: Path, started_ms: int, ended_ms: int | None, batch: int | None, code: str = "", **more: str) -> None:
-    runs.keep(
+    history.keep_run(
         checkpoint(file), Run(f"r{started_ms}", "worker-1", os.getpid(), started_ms, ended_ms, batch, code, **more)
     )
 
@@ -117,7 +116,7 @@ def stateful(file: Path, now_ms: int) -> None:
         state = State(
             now_ms - ago * 1000, 60 - ago // 60, {"0 dedupe": rows}, {"0 dedupe": rows * 210}, {"0 dedupe": 1}
         )
-        history.add_state(checkpoint(file), state)
+        history._append(checkpoint(file), history.STATES, state.__dict__)
 
 
 def watermark(file: Path, batch: int, at_ms: int) -> None:

@@ -9,9 +9,7 @@ import pytest
 from pyarrow import fs
 
 from delivered.checkpoint import folder
-from delivered.checkpoint import location as checkpoint_location
-from delivered.checkpoint.folder import configure, open_folder
-from delivered.checkpoint.location import prefixes, remember, store_of
+from delivered.checkpoint.folder import configure, open_folder, prefixes, remember, store_of
 from delivered.model.errors import DeliveredError, Refused, Unreachable
 
 S3 = "s3a://lake/checkpoints/orders"
@@ -31,7 +29,7 @@ DEFAULT = """
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: Any) -> None:
-    monkeypatch.setattr(checkpoint_location, "_stores", {})
+    monkeypatch.setattr(folder, "_stores", {})
     monkeypatch.setattr(folder, "_settings", {})
     monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
 

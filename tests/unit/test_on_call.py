@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from delivered.checkpoint import history, runs
-from delivered.checkpoint.history import Sample, Samples
-from delivered.checkpoint.runs import RUNS_MAX, Run
+from delivered.checkpoint import history
+from delivered.checkpoint.history import RUNS_MAX, Run, Sample, Samples
 from delivered.model.errors import DeliveredError, Unreachable
 from delivered.operate.looks import looked_at, new_dead_letters
 from delivered.operate.pace import pace_of
@@ -92,28 +91,29 @@ def test_samples_are_kept_now_and_then(tmp_path: Path, monkeypatch: pytest.Monke
 def test_runs_are_kept_and_bounded(tmp_path: Path) -> None:
     (tmp_path / "delivered").mkdir()
     for n in range(RUNS_MAX + 5):
-        runs.keep(str(tmp_path), Run(str(n), "host", 1, n))
-    failed = runs.runs(str(tmp_path))[-1].ended(7, Unreachable("KAFKA_UNREACHABLE", "No broker answered.", "start it"))
-    runs.keep(str(tmp_path), failed)
-    found = runs.runs(str(tmp_path))
+        history.keep_run(str(tmp_path), Run(str(n), "host", 1, n))
+    newest = history.runs(str(tmp_path))[-1]
+    failed = newest.ended(7, Unreachable("KAFKA_UNREACHABLE", "No broker answered.", "start it"))
+    history.keep_run(str(tmp_path), failed)
+    found = history.runs(str(tmp_path))
     assert len(found) == RUNS_MAX and found[-1] == failed and found[-1].has_failed
-    (tmp_path / runs.FILE).write_text("torn")
-    assert runs.runs(str(tmp_path)) == []
+    (tmp_path / history.RUNS).write_text("torn")
+    assert history.runs(str(tmp_path)) == []
 
 
 def test_a_failed_start_leaves_a_new_checkpoint_alone(tmp_path: Path) -> None:
-    with pytest.raises(DeliveredError), runs.keeping_failed_start(str(tmp_path / "new")):
+    with pytest.raises(DeliveredError), history.keeping_failed_start(str(tmp_path / "new")):
         raise DeliveredError("STALLED", "x")
     assert not (tmp_path / "new").exists()
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metadata").write_text(json.dumps({"id": "i"}))
-    with pytest.raises(DeliveredError), runs.keeping_failed_start(str(tmp_path / "old")):
+    with pytest.raises(DeliveredError), history.keeping_failed_start(str(tmp_path / "old")):
         raise DeliveredError("STALLED", "x")
     assert [p.name for p in (tmp_path / "old").iterdir()] == ["metadata"], "it may be another connector's"
-    runs.keep(str(tmp_path / "old"), Run("1", "host-a", 4711, 1).ended(None, None))
-    with pytest.raises(DeliveredError), runs.keeping_failed_start(str(tmp_path / "old")):
+    history.keep_run(str(tmp_path / "old"), Run("1", "host-a", 4711, 1).ended(None, None))
+    with pytest.raises(DeliveredError), history.keeping_failed_start(str(tmp_path / "old")):
         raise DeliveredError("STALLED", "x")
-    run = runs.runs(str(tmp_path / "old"))[-1]
+    run = history.runs(str(tmp_path / "old"))[-1]
     assert (run.code, run.batch) == ("DELIVERED_STALLED", None)
 
 

@@ -27,8 +27,7 @@ from tests.support.without_spark import deliver
 
 from delivered import Pipeline
 from delivered.checkpoint import history
-from delivered.checkpoint.history import Sample, State
-from delivered.checkpoint.runs import Run
+from delivered.checkpoint.history import Run, Sample, State
 from delivered.cli.status import Trends, table
 from delivered.model.work import BatchReport
 from delivered.operate import chart

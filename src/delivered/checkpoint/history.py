@@ -1,26 +1,32 @@
-"""What a pipeline's batches took and its audits found, one line each next to its checkpoint, on a local disk only.
+"""What happened to a pipeline, kept next to its checkpoint, for people on call and never evidence.
 
-For metrics and pages, never evidence: lines are not synced, and a batch that a later start finished has none.
+What its batches took, its lag, its state and what its audits found: one line each, on a local disk only. Lines are not
+synced, and a batch that a later start finished has none.
+
+The starts, ends and errors of its driver: the newest ones, wherever the checkpoint is. A driver that is killed leaves a
+run without an end, and two drivers at once may lose each other's line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Self
 
 from pyarrow import fs
 
-from delivered.checkpoint.folder import open_folder
-from delivered.checkpoint.location import SCHEME
-from delivered.model.work import BatchReport
+from delivered.checkpoint import folder
+from delivered.model.errors import DeliveredError
+from delivered.model.work import BatchReport, without_format
 from delivered.source import lag_by_partition
 
 log = logging.getLogger(__name__)
@@ -272,10 +278,10 @@ def _backwards(path: Path) -> Iterator[bytes]:
 
 
 def _path(location: str, name: str) -> Path | None:
-    if SCHEME.match(location) and not location.startswith("file:"):
+    if folder.SCHEME.match(location) and not location.startswith("file:"):
         return None  # without a client for its store: this is asked for every batch
-    filesystem, folder = open_folder(location)
-    return Path(folder) / name if isinstance(filesystem, fs.LocalFileSystem) else None
+    filesystem, path = folder.open_folder(location)
+    return Path(path) / name if isinstance(filesystem, fs.LocalFileSystem) else None
 
 
 def _older(path: Path) -> Path:
@@ -284,3 +290,96 @@ def _older(path: Path) -> Path:
 
 _totals: dict[str, Totals] = {}
 """By location, of the checkpoints whose batches this process commits."""
+
+
+# Starts, ends and errors of drivers.
+
+RUNS = "delivered/runs.json"
+RUNS_MAX = 50
+_TEXT_LENGTH_MAX = 2_000
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    Attributes:
+        id: of Spark's run; empty: it ended before there was one.
+        started_ms, ended_ms: since 1970; ended_ms None: it runs, or was killed.
+        batch: the newest one that Spark had logged when it ended.
+        code, message, next_step: of the error that ended it; empty: it was stopped.
+    """
+
+    id: str
+    host: str
+    process: int
+    started_ms: int
+    ended_ms: int | None = None
+    batch: int | None = None
+    code: str = ""
+    message: str = ""
+    next_step: str = ""
+
+    @classmethod
+    def new(cls, run_id: str) -> Self:
+        return cls(run_id, socket.gethostname(), os.getpid(), _now_ms())
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.code)
+
+    def ended(self, batch: int | None, error: DeliveredError | None) -> Self:
+        now = replace(self, ended_ms=_now_ms(), batch=batch)
+        if error is None:
+            return now
+        return replace(
+            now,
+            code=error.code,
+            message=error.message[:_TEXT_LENGTH_MAX],
+            next_step=(error.next_step or "")[:_TEXT_LENGTH_MAX],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
+
+
+def keep_run(location: str, run: Run) -> None:
+    """Add a run, or replace it by its end. Never raises: a full disk must not end a query, nor hide its error."""
+    try:
+        others = [r for r in runs(location) if (r.id, r.started_ms) != (run.id, run.started_ms)]
+        kept = sorted([*others, run], key=lambda r: r.started_ms)[-RUNS_MAX:]
+        folder.write_record(location, RUNS, {"runs": [r.to_json() for r in kept]})
+    except Exception as error:
+        log.debug("the run was not kept: %s", error)
+
+
+@contextlib.contextmanager
+def keeping_failed_start(location: str) -> Iterator[None]:
+    """Add a run if the body raises before its query started. A checkpoint that holds nothing of ours stays as it is:
+    it may be another connector's."""
+    try:
+        yield
+    except DeliveredError as error:
+        with contextlib.suppress(DeliveredError):
+            if folder.holds(location, "delivered", ""):
+                _, batch = folder.read_logged(location)
+                keep_run(location, Run.new("").ended(batch, error))
+        raise
+
+
+def runs(location: str) -> list[Run]:
+    """Oldest first; of a file that cannot be read, none."""
+    try:
+        text = folder.read(location, RUNS)
+        found = without_format(json.loads(text), "runs")["runs"] if text is not None else []
+        return [Run.from_json(r) for r in found]
+    except (DeliveredError, ValueError, KeyError, TypeError) as error:
+        log.debug("runs cannot be read: %s", error)
+        return []
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -354,7 +354,7 @@ def _run_pipeline(
         wait: for an unreachable server, as long as its restart may take.
         port: serve the pipeline's status and Spark's figures there, for Prometheus.
     """
-    from delivered.checkpoint.runs import keeping_failed_start
+    from delivered.checkpoint.history import keeping_failed_start
     from delivered.pipeline.progress import watch
     from delivered.planner import Refusal
     from delivered.spark.internals import recent_reports

@@ -22,8 +22,7 @@ import yaml
 
 from delivered.audit.sealed import Sealed
 from delivered.checkpoint.folder import is_done, read_logged, started_ms
-from delivered.checkpoint.history import batches, last_audits, samples, totals
-from delivered.checkpoint.runs import runs
+from delivered.checkpoint.history import batches, last_audits, runs, samples, totals
 from delivered.contract.source import HeldBack, Retained, Source
 from delivered.engine.context import open_ledger, open_shared_ledger
 from delivered.engine.owner import is_running

@@ -13,8 +13,7 @@ from typing import Any
 from delivered import html
 from delivered.audit.seal import State
 from delivered.checkpoint.folder import batch_metadata
-from delivered.checkpoint.history import SAMPLE_EVERY_S, Sample, audits, batches, samples, states
-from delivered.checkpoint.runs import Run
+from delivered.checkpoint.history import SAMPLE_EVERY_S, Run, Sample, audits, batches, samples, states
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import SOURCE, batches_text
 from delivered.model.work import STEPS

@@ -10,8 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from delivered import html
-from delivered.checkpoint.history import Totals
-from delivered.checkpoint.runs import Run
+from delivered.checkpoint.history import Run, Totals
 from delivered.contract.source import DedupWindow, HeldBack, ReceiverReport
 from delivered.model.identity import SOURCE
 from delivered.model.work import BatchReport

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from delivered.checkpoint.location import recall, remember
+from delivered.checkpoint.folder import recall, remember
 from delivered.engine.shard import may_send, write_shard
 from delivered.engine.transform import without_rejected
 from delivered.model.capability import Guarantee

@@ -31,7 +31,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from delivered.checkpoint.location import Store, recall
+from delivered.checkpoint.folder import Store, recall
 from delivered.model.errors import Refused
 from delivered.model.translate import from_our_code, translated, worker_death
 from delivered.pipeline.endpoint import Endpoint

@@ -207,7 +207,7 @@ def session_of(holder: Any) -> Any:
 )
 def hadoop_settings(spark: Any, location: str) -> dict[str, str]:
     """Hadoop's settings by which a session opens a location; over Spark Connect, those of Spark's configuration."""
-    from delivered.checkpoint.location import S3A, SECRETS, prefixes
+    from delivered.checkpoint.folder import S3A, SECRETS, prefixes
 
     if is_connect(spark):
         prefix = "spark.hadoop."

@@ -1,4 +1,4 @@
-"""Keeps when a query of this process started, when it ended, and why, in its checkpoint (`checkpoint/runs.py`);
+"""Keeps when a query of this process started, when it ended, and why, in its checkpoint (`checkpoint/history.py`);
 meanwhile, how much state it has."""
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from delivered.checkpoint import runs
 from delivered.checkpoint.folder import read_logged
-from delivered.checkpoint.history import SAMPLE_EVERY_S, States
+from delivered.checkpoint.history import SAMPLE_EVERY_S, Run, States, keep_run
 from delivered.model.errors import DeliveredError
 from delivered.model.translate import cause_of, translated
 from delivered.spark.cluster import why_ended
@@ -64,8 +63,8 @@ def record(location: str, query: StreamingQuery, jvm: Jvm) -> None:
     Args:
         location: of its checkpoint.
     """
-    run = runs.Run.new(str(query.runId))
-    runs.keep(location, run)
+    run = Run.new(str(query.runId))
+    keep_run(location, run)
 
     def wait() -> None:
         error, states = None, States(location)
@@ -79,7 +78,7 @@ def record(location: str, query: StreamingQuery, jvm: Jvm) -> None:
         batch = None
         with contextlib.suppress(DeliveredError):
             _, batch = read_logged(location)
-        runs.keep(location, run.ended(batch, error))
+        keep_run(location, run.ended(batch, error))
         _threads.pop(threading.current_thread(), None)
 
     if not _threads:

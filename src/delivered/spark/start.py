@@ -20,8 +20,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
 from delivered.checkpoint import sidecar
-from delivered.checkpoint.folder import read_logged
-from delivered.checkpoint.location import recall
+from delivered.checkpoint.folder import read_logged, recall
 from delivered.checkpoint.sidecar import keep_decider, keep_removed
 from delivered.contract.source import COORDINATES, Offsets, Source
 from delivered.engine.transform import Direct

@@ -32,7 +32,7 @@ _IMPORTED = (
     "delivered.entry",
     "delivered.pipeline.facts",
     "delivered.pipeline.progress",
-    "delivered.checkpoint.runs",
+    "delivered.checkpoint.history",
     "delivered.spark.start",
 )
 """What `delivered run` imports once it runs."""
