@@ -1,4 +1,4 @@
-"""What a sink's connector implements: a writer, a committer, a store for a ledger.
+"""What a sink's connector implements: a writer, a committer, a store for a ledger. `StoreSink` makes them of parts.
 
 A method that returns an `Outcome` never raises for a server's answer: Failed means that the change did not happen and
 never will, Unknown that it may have happened.
@@ -10,7 +10,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import pyarrow as pa
 
@@ -512,6 +513,64 @@ class Sink(ABC):
     def by_ids(self, ids: Mapping[str, int]) -> Self:  # noqa: ARG002
         """As `settled`, with the schemas of these ids. Raises UsageError: the registry no longer has one."""
         return self
+
+
+class Parts:
+    """The parts of a connector, each as "module:name" in its folder.
+
+    Imported on first use, so that tasks load no driver code, and a missing client library is reported by the part that
+    needs it.
+
+    Args:
+        needs: raises MissingExtra if writer or store cannot be imported.
+    """
+
+    def __init__(self, folder: str, needs: Callable[[], None] = lambda: None, **names: str) -> None:
+        self.folder = folder
+        self._needs = needs
+        self._names = names
+
+    def __getitem__(self, what: str) -> Any:
+        if what in ("writer", "store"):
+            self._needs()
+        module, _, name = self._names[what].partition(":")
+        return getattr(import_module(f"{self.folder}.{module}"), name)
+
+
+class StoreSink(Sink):
+    """Base of sinks whose own transaction carries the decision: dataclasses with the field `options`. Holds no
+    connection; secrets are pickled as references.
+
+    Attributes:
+        parts: each called with the options and the arguments of the contract.
+    """
+
+    options: Any
+    parts: ClassVar[Parts]
+
+    @property
+    def name(self) -> str:
+        return str(self.options.sink_name)
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+        findings: Sequence[Finding] = self.parts["preflight"](self.options, guarantee)
+        return findings
+
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
+        writer: Writer = self.parts["writer"](self.options, work, guarantee, schema)
+        return writer
+
+    def scan(self) -> BoundedScan:
+        scan: BoundedScan = self.parts["scan"](self.options)
+        return scan
+
+    def store(self, scope: Scope) -> Store:
+        store: Store = self.parts["store"](self.options, scope)
+        return store
+
+    def committer(self, scope: Scope) -> Committer:
+        committer: Committer = self.parts["committer"](self.options, scope)
+        return committer
 
 
 DEAD_LETTERS = pa.schema(

@@ -32,8 +32,7 @@ from delivered.connectors.delta.client import (
     require_table,
 )
 from delivered.connectors.delta.target import TYPES, Part, part_folder, required, same_columns, text, unstorable_parts
-from delivered.contract.sink import Writer
-from delivered.kits.sink import Parts
+from delivered.contract.sink import Parts, Writer
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.table import shard, target
 from delivered.kits.table import store as storage

@@ -23,9 +23,8 @@ from delivered.connectors.files import (
     take_away,
 )
 from delivered.connectors.files.formats import TYPES, check, encoder, stored_schema
-from delivered.contract.sink import Writer
+from delivered.contract.sink import Parts, StoreSink, Writer
 from delivered.contract.source import Finding
-from delivered.kits.sink import Parts, StoreSink
 from delivered.kits.sql.table import untyped
 from delivered.kits.table.shard import while_staging
 from delivered.kits.table.store import make_folder, put, put_first, sync

@@ -9,7 +9,7 @@ import pyarrow as pa
 from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.client import need
 from delivered.connectors.iceberg.target import TYPES, unstorable_parts
-from delivered.kits.sink import Parts
+from delivered.contract.sink import Parts
 from delivered.kits.table.target import FileTableSink
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.limits import LEDGER_HISTORY_BATCHES

@@ -16,10 +16,9 @@ from delivered.connectors.mysql import MysqlOptions, client, store, target
 from delivered.connectors.mysql.client import ledger_version, migrate, read_only
 from delivered.connectors.mysql.store import MysqlDatabase
 from delivered.connectors.mysql.target import TYPES
-from delivered.contract.sink import Changes
+from delivered.contract.sink import Changes, Parts
 from delivered.contract.source import Finding, Offsets, Slice
 from delivered.kits.mysql import DENIED
-from delivered.kits.sink import Parts
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import findings, no_unique_index
 from delivered.kits.sql.sink import ServerSink, ServerTerms

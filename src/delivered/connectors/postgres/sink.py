@@ -7,8 +7,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pyarrow as pa
 
+from delivered.contract.sink import Parts
 from delivered.kits.options import postgres_in_clear
-from delivered.kits.sink import Parts
 from delivered.kits.sql.sink import ServerSink, ServerTerms
 from delivered.kits.sql.table import (
     LEDGER_SCHEMA_DEFAULT,

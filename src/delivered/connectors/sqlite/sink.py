@@ -22,8 +22,8 @@ from delivered.connectors.sqlite.client import (
     writing,
 )
 from delivered.connectors.sqlite.target import TYPES
+from delivered.contract.sink import Parts
 from delivered.contract.source import Finding
-from delivered.kits.sink import Parts
 from delivered.kits.sql.merge import describe_checks, no_unique_index
 from delivered.kits.sql.merge import findings as table_findings
 from delivered.kits.sql.sink import HISTORY, DatabaseSink

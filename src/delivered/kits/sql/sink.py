@@ -14,9 +14,8 @@ from typing import Any, ClassVar, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.contract.sink import KeyMemory, Writer
+from delivered.contract.sink import KeyMemory, StoreSink, Writer
 from delivered.contract.source import Finding
-from delivered.kits.sink import StoreSink
 from delivered.kits.sql.database import LEDGER_TABLES, Server
 from delivered.kits.sql.merge import check_columns, describe_checks, stored_columns, without_key
 from delivered.kits.sql.table import (
