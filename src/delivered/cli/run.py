@@ -550,7 +550,7 @@ def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool,
 
 def _own_error(failure: Any, log: SparkLog, pipeline: Pipeline) -> Exception:
     """A failed query's own error, with a pointer to Spark's log."""
-    from delivered.spark.cluster import why_ended
+    from delivered.spark.recorder import why_ended
 
     own_error = translated(failure) or why_ended()
     if own_error is not None:

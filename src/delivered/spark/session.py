@@ -33,11 +33,11 @@ from delivered.model.errors import DeliveredError, Refused
 from delivered.model.step import LOG_FORMAT, as_json
 from delivered.pipeline.registry import names
 from delivered.prefork import start_server, worker_python
-from delivered.spark import cluster
 from delivered.spark.check import OUR_DAEMON, advice, check_session, owners, sender_of
 from delivered.spark.compat import LOCAL_SOCKETS, PYTHON_SOURCES
 from delivered.spark.hooks import install
 from delivered.spark.internals import TASK_MODULE, WORKER_MODULES, Setting, active, jvm_of, make_active
+from delivered.spark.recorder import watch
 
 _CONF = {
     "spark.ui.enabled": "false",
@@ -97,7 +97,7 @@ def prepare(spark: SparkSession) -> None:
         for missing in advice(partial(spark.conf.get, default="")).values():
             log.warning(missing)
     _register(spark, None)
-    cluster.watch(spark)
+    watch(spark)
     install(spark, _register)
     make_active(spark)
 
