@@ -20,12 +20,13 @@ from delivered.audit.evidence_file import (
     Kind,
     against_ledger,
     canonical,
+    check_signature,
     parse_bound,
     read_evidence,
     select,
+    sign,
 )
 from delivered.audit.seal import SEAL_FORMAT, Seal, digest_of
-from delivered.audit.signature import check_signature, sign
 from delivered.model.errors import MissingExtra, Refused, UsageError
 from delivered.model.identity import Scope
 

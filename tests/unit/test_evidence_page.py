@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import delivered
 from delivered.audit.evidence import Verdict
-from delivered.audit.signature import sign
+from delivered.audit.evidence_file import sign
 from delivered.cli.main import app
 
 pytestmark = pytest.mark.skipif(not all(map(shutil.which, ("jq", "openssl"))), reason="needs jq and openssl")

@@ -77,7 +77,7 @@ def write(
 ) -> None:
     """Write the seals of a pipeline's audits into one JSON file, with plan, versions and positions. Needs no Spark."""
     from delivered.audit.evidence_file import parse_bound
-    from delivered.audit.signature import sign as signed
+    from delivered.audit.evidence_file import sign as signed
 
     start = parse_bound("--from", from_) if from_ is not None else None
     end = parse_bound("--to", to) if to is not None else None
@@ -126,8 +126,7 @@ def check(
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Check that an evidence file is as it was written, and its chain of seals intact; exit code 1 if not."""
-    from delivered.audit.evidence_file import read_evidence
-    from delivered.audit.signature import check_signature
+    from delivered.audit.evidence_file import check_signature, read_evidence
 
     batches = _batches(recompute)
     if batches is not None and pipeline is None:
