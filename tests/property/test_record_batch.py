@@ -24,7 +24,6 @@ from kafka.record.default_records import DefaultRecordBatchBuilder
 from kafka.record.memory_records import MemoryRecords
 
 from delivered.clients.kafka import record_batch as rb
-from delivered.clients.kafka import record_batch_native as native
 from delivered.clients.kafka.record_batch import COMPRESSIONS, FAULTS, scratch
 from delivered.model.errors import BadRecord, UsageError
 from delivered.source import HEADERS, micros
@@ -54,7 +53,7 @@ compressions = st.sampled_from(COMPRESSIONS)
 def _built() -> None:
     if not rb.available():
         compiler = os.environ.get("CC", "cc")
-        assert shutil.which(compiler) is None, f"there is {compiler}, but no {native.LIBRARY}: run `make setup`"
+        assert shutil.which(compiler) is None, f"there is {compiler}, but no {rb.LIBRARY}: run `make setup`"
         pytest.skip("no compiler here")
 
 
@@ -180,7 +179,7 @@ def test_crc(some: bytes, skip: int) -> None:
     from kafka.record.util import calc_crc32c
 
     buffer = np.frombuffer(bytes(skip) + some, np.uint8)
-    library, at = native.functions(), buffer.ctypes.data + skip
+    library, at = rb.functions(), buffer.ctypes.data + skip
     assert {library.rb_crc32c(at, len(some), by_table) for by_table in (0, 1)} == {calc_crc32c(some)}
 
 
@@ -206,7 +205,7 @@ def sealed(batch: bytearray, attributes: int | None = None) -> bytes:
     if attributes is not None:
         struct.pack_into(">h", batch, 21, attributes)
     tail = np.frombuffer(batch[21:], np.uint8)
-    struct.pack_into(">I", batch, 17, native.functions().rb_crc32c(tail.ctypes.data, len(tail), 1))
+    struct.pack_into(">I", batch, 17, rb.functions().rb_crc32c(tail.ctypes.data, len(tail), 1))
     return bytes(batch)
 
 
@@ -379,7 +378,7 @@ def test_lies_under_a_valid_crc_are_an_error_or_records(some: list[Row], how: st
 def test_no_lie_makes_c_read_or_write_beyond_its_buffers(tmp_path: Path, mutations: int) -> None:
     """Mutated batches under AddressSanitizer and UndefinedBehaviorSanitizer, in buffers of their exact size."""
     compiler = os.environ.get("CC", "cc")
-    source, driver = native.LIBRARY.parent, tmp_path / "fuzz"
+    source, driver = rb.LIBRARY.parent, tmp_path / "fuzz"
     sanitized = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     built = subprocess.run(
         [compiler, *sanitized, f"-I{source}", ROOT / "tests/support/record_batch_fuzz.c", "-o", driver],

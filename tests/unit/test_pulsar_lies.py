@@ -74,7 +74,7 @@ def test_sizes_without_end_are_refused() -> None:
 
 def test_a_frame_has_the_checksum_of_what_follows_it() -> None:
     """CRC-32C of "123456789" is e3069283."""
-    from delivered.clients.kafka.record_batch_native import library
+    from delivered.clients.kafka.record_batch import library
 
     head = MESSAGE["MessageMetadata"](producer_name="p", sequence_id=1, publish_time=2)
     frame = encode_send(head, b"payload", producer_id=1, sequence_id=1)

@@ -1,12 +1,17 @@
-"""Record batches of Kafka's format from and to Arrow columns: rows to produce, compression, encoding, decoding."""
+"""Record batches of Kafka's format from and to Arrow columns: rows to produce, compression, encoding, decoding.
+
+Encoding and decoding are in C (`record_batch.c`, decision 053), if it was compiled with the package.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,8 +19,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.clients.kafka import record_batch_native as native
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
+from delivered.model.fingerprint import Signatures, load
 from delivered.model.limits import DECOMPRESSED_BYTES_MAX, RECORD_BATCH_BYTES_MAX
 from delivered.source import HEADER, REPRESENTED, TIMESTAMP, columns, header_name
 
@@ -68,6 +73,154 @@ class Rows:
             None if self.headers is None else self.headers.slice(start, length),
             None if self.partition is None else self.partition[start : start + length],
         )
+
+
+# record_batch.c through ctypes: its structs and functions.
+
+LIBRARY = Path(__file__).with_name("record_batch.lib")
+"""Where hatch_build.py puts it."""
+
+RowNumbers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+
+_P, _N = ctypes.c_void_p, ctypes.c_int64
+
+
+class Column(ctypes.Structure):
+    _fields_ = (("offsets", _P), ("data", _P), ("valid", _P), ("valid_from", _N), ("wide", _N))
+
+
+class Records(ctypes.Structure):
+    _fields_ = (
+        *((name, Column) for name in ("key", "value", "headers", "header_key", "header_value")),
+        *(("timestamps", _P), ("timestamp", _N), ("rows", _P), ("rows_wide", _N)),
+    )
+
+
+class EncodeResult(ctypes.Structure):
+    _fields_ = tuple((name, _N) for name in ("next", "size", "needed", "base_timestamp", "max_timestamp"))
+
+
+class Scanned(ctypes.Structure):
+    _fields_ = tuple(
+        (name, _N) for name in ("batches", "position", "partial", "fault", "base_offset", "found", "wanted")
+    )
+
+
+class Aborted(ctypes.Structure):
+    _fields_ = (("list", _P), ("count", _N), ("next", _N), ("producers", _P), ("active", _N))
+
+
+class Binary(ctypes.Structure):
+    _fields_ = (("offsets", _P), ("data", _P), ("valid", _P), ("nulls", _N), ("size", _N), ("room", _N))
+
+
+class Columns(ctypes.Structure):
+    _fields_ = (
+        *(("key", Binary), ("value", Binary), ("offsets", _P), ("timestamps", _P), ("types", _P)),
+        *((name, _N) for name in ("rows", "room", "headers", "header_key_size", "header_value_size")),
+        *((name, _N) for name in ("fault", "batch", "found", "wanted")),
+    )
+
+
+class HeaderColumns(ctypes.Structure):
+    _fields_ = (("lists", _P), ("valid", _P), ("key", Binary), ("value", Binary), ("rows", _N), ("headers", _N))
+
+
+BATCH = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            *("base_offset", "last_offset", "base_timestamp", "max_timestamp"),
+            *("records", "size", "count", "attributes"),
+        )
+    ]
+)
+
+_SIGNATURES: Signatures = {
+    "rb_crc32c": (ctypes.c_uint32, _P, _N, ctypes.c_int),
+    "rb_encode": (None, ctypes.POINTER(Records), _N, _N, _P, _N, ctypes.POINTER(EncodeResult)),
+    "rb_seal": (None, _P, _N, ctypes.c_int16, ctypes.c_int32, _N, _N, _N, ctypes.c_int16, ctypes.c_int32),
+    "rb_partitions": (None, ctypes.POINTER(Column), _N, ctypes.c_int32, _P),
+    "rb_group": (_N, _P, _N, ctypes.c_int32, _P, _P),
+    "rb_scan": (None, _P, _N, _N, _N, ctypes.POINTER(Aborted), _P, _N, ctypes.POINTER(Scanned)),
+    "rb_decode": (None, _P, _N, _N, _N, ctypes.POINTER(Columns)),
+    "rb_headers": (None, _P, _N, _N, _N, ctypes.POINTER(HeaderColumns)),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    return load(LIBRARY, _SIGNATURES)
+
+
+def functions() -> ctypes.CDLL:
+    if (loaded := library()) is None:
+        raise DeliveredError("KAFKA_CODEC", library=LIBRARY.name)
+    return loaded
+
+
+def column(array: pa.Array | None) -> tuple[Column, Any]:
+    """A binary or list column for C, and what must stay alive while it is used."""
+    if array is None or pa.types.is_null(array.type):
+        return Column(), None
+    valid, offsets, *data = array.buffers()[:3]
+    if offsets is None or not offsets.size:  # an empty array need not have any
+        return Column(), None
+    kind = array.type
+    wide = pa.types.is_large_binary(kind) or pa.types.is_large_string(kind) or pa.types.is_large_list(kind)
+    found = Column(
+        offsets=offsets.address + array.offset * (8 if wide else 4),
+        data=data[0].address if data and data[0] is not None else None,
+        valid=valid.address if valid is not None and array.null_count else None,
+        valid_from=array.offset,
+        wide=wide,
+    )
+    return found, array
+
+
+def records(
+    key: pa.Array | None,
+    value: pa.Array,
+    headers: pa.Array | None,
+    timestamps: npt.NDArray[np.int64] | int,
+    rows: RowNumbers | None,
+) -> tuple[Records, Any]:
+    found, keep = Records(), []
+    parts = {"key": key, "value": value}
+    if headers is not None and not pa.types.is_null(headers.type):
+        items = headers.values
+        parts |= {"headers": headers, "header_key": items.field(0), "header_value": items.field(1)}
+        if items.null_count or items.field(0).null_count:
+            raise BadRecord("HEADER_KEY_MISSING")
+    for name, array in parts.items():
+        of_array, kept = column(array)
+        setattr(found, name, of_array)
+        keep.append(kept)
+    if isinstance(timestamps, np.ndarray):
+        keep.append(np.ascontiguousarray(timestamps, np.int64))
+        found.timestamps = keep[-1].ctypes.data
+    else:
+        found.timestamp = timestamps
+    if rows is not None:
+        keep.append(np.ascontiguousarray(rows))
+        found.rows, found.rows_wide = keep[-1].ctypes.data, rows.dtype == np.int64
+    return found, keep
+
+
+class BinaryColumn:
+    """Buffers of a binary column that C fills."""
+
+    def __init__(self, n: int, room: int, out: Binary) -> None:
+        self._out, self._offsets = out, np.zeros(n + 1, np.int32)
+        self._data, self._valid = np.empty(room, np.uint8), np.full(n // 8 + 1, 255, np.uint8)
+        out.offsets, out.data, out.valid = (a.ctypes.data for a in (self._offsets, self._data, self._valid))
+        out.room = room
+
+    def array(self, n: int, kind: pa.DataType) -> pa.Array:
+        out = self._out
+        valid = pa.py_buffer(self._valid) if out.nulls else None
+        buffers = [valid, pa.py_buffer(self._offsets[: n + 1]), pa.py_buffer(self._data[: out.size])]
+        return pa.Array.from_buffers(kind, n, buffers, null_count=out.nulls)
 
 
 # What is wrong with a record batch from a broker, in words.
@@ -310,7 +463,7 @@ _OFFSET_MAX = 2**31 - 1
 
 def available() -> bool:
     """Whether the library was built with the package, for this platform. All other functions need it."""
-    return native.library() is not None
+    return library() is not None
 
 
 # -- partitions --------------------------------------------------------------------------------------------------------
@@ -323,8 +476,8 @@ def partition_of(keys: pa.Array, partitions: int) -> npt.NDArray[np.int32]:
         keys: binary or string, 32- or 64-bit offsets.
     """
     found = np.empty(len(keys), np.int32)
-    column, keep = native.column(keys)
-    native.functions().rb_partitions(column, len(keys), partitions, found.ctypes.data)
+    source, keep = column(keys)
+    functions().rb_partitions(source, len(keys), partitions, found.ctypes.data)
     del keep
     return found
 
@@ -342,9 +495,7 @@ def group(partition: npt.NDArray[np.int32], partitions: int) -> tuple[npt.NDArra
         ValueError: a row's partition does not exist.
     """
     rows, bounds = np.empty(len(partition), np.int32), np.empty(partitions + 1, np.int64)
-    bad = native.functions().rb_group(
-        partition.ctypes.data, len(partition), partitions, bounds.ctypes.data, rows.ctypes.data
-    )
+    bad = functions().rb_group(partition.ctypes.data, len(partition), partitions, bounds.ctypes.data, rows.ctypes.data)
     if bad >= 0:
         raise ValueError(f"row {bad} has partition {partition[bad]}; there are {partitions}")
     return rows, bounds
@@ -376,7 +527,7 @@ def encode(
     headers: pa.Array | None = None,
     *,
     timestamps: npt.NDArray[np.int64] | int,
-    rows: native.Rows | None = None,
+    rows: RowNumbers | None = None,
     compression: str = "none",
     level: int | None = None,
     bytes_max: int,
@@ -402,18 +553,18 @@ def encode(
         BadRecord: a batch of one record is larger than `bytes_max`, or a header has no key. Batches that were yielded
             before are valid.
     """
-    library, n = native.functions(), len(value) if rows is None else len(rows)
-    source, keep = native.records(key, value, headers, timestamps, rows)
+    native, n = functions(), len(value) if rows is None else len(rows)
+    source, keep = records(key, value, headers, timestamps, rows)
     compress = compressor(compression, level)
     flags = _TRANSACTIONAL if transactional else 0
     target = min(target_bytes or bytes_max, bytes_max)
     # Compressed batches leave the buffer to the next one.
     reused = None if compress is None else np.empty(target, np.uint8)
-    first, room, result = 0, target, native.Encoded()
+    first, room, result = 0, target, EncodeResult()
     while first < n:
         out = np.empty(room, np.uint8) if reused is None or room > len(reused) else reused
-        records = out[HEADER_BYTES:]
-        library.rb_encode(source, first, n, records.ctypes.data, len(records), result)
+        body = out[HEADER_BYTES:]
+        native.rb_encode(source, first, n, body.ctypes.data, len(body), result)
         count, size = result.next - first, HEADER_BYTES + result.size
         if count == 0:  # a record that is larger than a batch should be
             room = HEADER_BYTES + result.needed
@@ -422,7 +573,7 @@ def encode(
             continue
         attributes, room = flags, target
         if compress is not None:
-            parts = compress(records[: result.size].data)
+            parts = compress(body[: result.size].data)
             packed = HEADER_BYTES + sum(len(p) for p in parts)
             if packed < size or size > bytes_max:
                 attributes |= COMPRESSIONS.index(compression)
@@ -432,7 +583,7 @@ def encode(
                 out = out[:size].copy()
             if size > bytes_max:
                 raise _too_large(first, rows, size, bytes_max)
-        library.rb_seal(
+        native.rb_seal(
             *(out.ctypes.data, size, attributes, count, result.base_timestamp, result.max_timestamp),
             *(producer_id, producer_epoch, sequence),
         )
@@ -448,7 +599,7 @@ def next_sequence(sequence: int, count: int) -> int:
     return (sequence + count) % SEQUENCES
 
 
-def _too_large(first: int, rows: native.Rows | None, size: int, bytes_max: int) -> BadRecord:
+def _too_large(first: int, rows: RowNumbers | None, size: int, bytes_max: int) -> BadRecord:
     return BadRecord(
         "RECORD_TOO_LARGE.KAFKA_BATCH", row=first if rows is None else int(rows[first]), size=size, bytes_max=bytes_max
     )
@@ -482,11 +633,11 @@ class Decoded:
         self._partition, self._start, self._end = partition, start, end
         self._headers, self._chunk_bytes = headers, min(chunk_bytes, _OFFSET_MAX // 2)
         self._bytes_max = min(bytes_max, _OFFSET_MAX // 2)
-        found, table = native.Scanned(), np.empty(self._buffer.size // HEADER_BYTES + 1, native.BATCH)
+        found, table = Scanned(), np.empty(self._buffer.size // HEADER_BYTES + 1, BATCH)
         transactions, keep = _aborted(aborted)
         address = self._buffer.address
         arguments = (address, self._buffer.size, start, end, transactions, table.ctypes.data, len(table), found)
-        native.functions().rb_scan(*arguments)
+        functions().rb_scan(*arguments)
         del keep
         if found.fault:
             raise fault(self._partition, found.fault, found.base_offset, found.found, found.wanted)
@@ -547,11 +698,11 @@ class Decoded:
     def _decode_range(self, batches: npt.NDArray[Any], size: int, start: int, end: int) -> pa.RecordBatch:
         counts = np.minimum(batches["count"], batches["size"] // 7)
         n = int(counts.sum())
-        out = native.Columns(room=n)
-        parts = [native.BinaryColumn(n, size, out.key), native.BinaryColumn(n, size, out.value)]
+        out = Columns(room=n)
+        parts = [BinaryColumn(n, size, out.key), BinaryColumn(n, size, out.value)]
         offsets, timestamps, types = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int32)
         out.offsets, out.timestamps, out.types = (a.ctypes.data for a in (offsets, timestamps, types))
-        native.functions().rb_decode(batches.ctypes.data, len(batches), start, end, out)
+        functions().rb_decode(batches.ctypes.data, len(batches), start, end, out)
         if out.fault:
             base_offset = int(batches[out.batch]["base_offset"])
             raise fault(self._partition, out.fault, base_offset, out.found, out.wanted)
@@ -567,16 +718,16 @@ class Decoded:
             arrays.append(self._headers_of(batches, start, end, out))
         return pa.RecordBatch.from_arrays(arrays, schema=schema(self._headers))
 
-    def _headers_of(self, batches: npt.NDArray[Any], start: int, end: int, out: native.Columns) -> pa.Array:
+    def _headers_of(self, batches: npt.NDArray[Any], start: int, end: int, out: Columns) -> pa.Array:
         n, headers = out.rows, out.headers
         if not headers:
             return pa.nulls(n, pa.list_(HEADER))
-        found = native.Headers()
-        keys = native.BinaryColumn(headers, out.header_key_size, found.key)
-        values = native.BinaryColumn(headers, out.header_value_size, found.value)
+        found = HeaderColumns()
+        keys = BinaryColumn(headers, out.header_key_size, found.key)
+        values = BinaryColumn(headers, out.header_value_size, found.value)
         lists, valid = np.zeros(n + 1, np.int32), np.full(n // 8 + 1, 255, np.uint8)
         found.lists, found.valid = lists.ctypes.data, valid.ctypes.data
-        native.functions().rb_headers(batches.ctypes.data, len(batches), start, end, found)
+        functions().rb_headers(batches.ctypes.data, len(batches), start, end, found)
         names = keys.array(headers, pa.binary())
         try:
             text = names.cast(pa.string())
@@ -626,9 +777,9 @@ def schema(headers: bool) -> pa.Schema:
     return pa.schema([field for field in columns(headers) if field.name not in ("topic", "partition")])
 
 
-def _aborted(transactions: Iterable[tuple[int, int]] | None) -> tuple[native.Aborted | None, Any]:
+def _aborted(transactions: Iterable[tuple[int, int]] | None) -> tuple[Aborted | None, Any]:
     if transactions is None:
         return None, None
     pairs = np.array(sorted(transactions, key=lambda t: t[1]), np.int64).reshape(-1, 2)
     active = np.empty(max(1, len(pairs)), np.int64)
-    return native.Aborted(list=pairs.ctypes.data, count=len(pairs), producers=active.ctypes.data), (pairs, active)
+    return Aborted(list=pairs.ctypes.data, count=len(pairs), producers=active.ctypes.data), (pairs, active)

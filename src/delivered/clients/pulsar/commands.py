@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from delivered.clients.kafka.record_batch_native import library
+from delivered.clients.kafka.record_batch import library
 from delivered.model.limits import PULSAR_COMMAND_BYTES_MAX
 
 PROTOCOL_VERSION = 21

@@ -16,7 +16,7 @@ from typing import Any
 from delivered.clients.kafka import protocol
 from delivered.clients.kafka.errors import NoAnswer, only
 from delivered.clients.kafka.protocol import Wire, name_of
-from delivered.clients.kafka.record_batch_native import library
+from delivered.clients.kafka.record_batch import library
 from delivered.clients.kafka.transactions import (
     OPEN_STATES,
     Transaction,
