@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import psutil
 
@@ -117,12 +117,12 @@ def run(
         try:
             hit = _wait(process, folder, seen, halting, deadline)
         except BaseException:
-            kill_tree(process.pid)
+            kill_tree(process)
             process.wait()
             raise
         if hit is None:
             return Outcome(tuple(kills), process.wait(), runs)
-        killed = kill_tree(process.pid)
+        killed = kill_tree(process)
         process.wait()
         kills.append(Kill(hit, killed))
 
@@ -146,12 +146,27 @@ def _wait(
             process.wait(_POLL_S)
 
 
-def kill_tree(pid: int) -> int:
+class HasPid(Protocol):
+    @property
+    def pid(self) -> int | None: ...
+
+
+def kill_tree(process: HasPid) -> int:
     """SIGKILL a process and all its descendants, whatever group or session they moved to; return how many.
 
     The tree is stopped from the top before it is killed, so that nothing can start a child, and no parent can react to
-    the death of a child.
+    the death of a child. Of a process that was waited for, only those are left that have its session: the system keeps
+    its number for them, and may otherwise have given it to another process.
+
+    Args:
+        process: as subprocess, psutil or multiprocessing have it.
     """
+    pid = int(process.pid or 0)
+    ended = getattr(process, "returncode", getattr(process, "exitcode", None)) is not None
+    if isinstance(process, psutil.Process):
+        ended = ended or not process.is_running()
+    if ended and psutil.pid_exists(pid):
+        return 0
     stopped: dict[int, psutil.Process] = {}
     while True:
         try:

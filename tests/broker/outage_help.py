@@ -72,7 +72,7 @@ def goes_on(
                 time.sleep(0.02)
             return process.returncode
         finally:
-            kill_tree(process.pid)
+            kill_tree(process)
             process.wait()
 
     failed = 0

@@ -4,8 +4,12 @@ answer. It has refused no login."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +54,39 @@ def test_a_sink_is_unanswered(request: pytest.FixtureRequest, tmp_path: Path, na
             found = [(error.code, error.may_come_back, error.message)]
     assert found, "it was not asked"
     assert all(is_unanswered(code) and transient for code, transient, _ in found), found
+
+
+@contextmanager
+def full() -> Iterator[str]:
+    """The address of a server whose queue of connections is full, as of one that has been frozen for a while: the
+    system drops who connects, and connecting takes until it is given up."""
+    with ExitStack() as held:
+        server = held.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(8):
+            client = held.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        yield "{}:{}".format(*server.getsockname())
+
+
+@pytest.mark.parametrize("name", ["kafka", "kafka, TLS", "postgres", "mysql", "rabbitmq", "activemq", "rocketmq"])
+def test_questions_in_a_bound_end_with_it(tmp_path: Path, name: str) -> None:
+    """A status asks several, and a scrape is given up after 5 s: an alert of the outage needs the answer."""
+    with full() as place:
+        urls = {"postgres": f"postgresql://{place}/x", "mysql": f"mysql://me@{place}/x", "rocketmq": place}
+        urls |= {"rabbitmq": f"amqp://{place}/", "activemq": f"stomp://{place}"}
+        server = SimpleNamespace(bootstrap=place, url=urls.get(name, ""))
+        sink = SINKS[name](server, str(tmp_path / "ledger.db")).sink()
+        start = time.monotonic()
+        with within(1):
+            for _ in range(5):
+                with pytest.raises(DeliveredError) as failed:
+                    refused = [f for f in sink.preflight(Guarantee.AT_LEAST_ONCE) if f.refuses]
+                    raise DeliveredError(refused[0].code, refused[0].message)
+                assert is_unanswered(failed.value.code), failed.value
+        assert time.monotonic() - start < 4, "each question has a bound of its own"
 
 
 @pytest.mark.matrix

@@ -211,7 +211,7 @@ def _load() -> None:
 
 def _end(process: Process) -> None:
     """Kill a process and all that it started."""
-    kill_tree(process.pid)
+    kill_tree(process)
     process.join()
 
 

@@ -78,7 +78,7 @@ def run(file: Path, crash: str | None, until: Callable[[], bool]) -> None:
         assert crash is not None or process.returncode == 0
     finally:
         if process.poll() is None:
-            kill_tree(process.pid)
+            kill_tree(process)
             process.wait()
 
 

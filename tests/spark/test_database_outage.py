@@ -81,7 +81,7 @@ def test_a_fail_over_does_not_end_the_query(
         assert process.wait(120) == 0, said.read_text()[-3_000:]
     finally:
         if process.poll() is None:
-            kill_tree(process.pid)
+            kill_tree(process)
             process.wait()
     found = pair.standby.execute(f"SELECT count(*), count(DISTINCT id), min(id), max(id) FROM {table}")
     assert found == [(sent, sent, 0, sent - 1)]

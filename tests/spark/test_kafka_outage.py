@@ -96,7 +96,7 @@ def running(new_kafka: Callable[..., Any], tmp_path: Path) -> Iterator[Running]:
     yield made
     made.reader.close()
     if made.process.poll() is None:
-        kill_tree(made.process.pid)
+        kill_tree(made.process)
         made.process.wait()
 
 
@@ -177,7 +177,7 @@ def on_three(tmp_path: Path) -> Iterator[tuple[ThreeBrokers, Running]]:
     yield cluster, made
     made.reader.close()
     if made.process.poll() is None:
-        kill_tree(made.process.pid)
+        kill_tree(made.process)
         made.process.wait()
     cluster.stop()
 

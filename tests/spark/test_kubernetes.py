@@ -114,10 +114,10 @@ def test_driver_and_executors_in_pods(kafka: Kafka, s3: dict[str, str], tmp_path
         # More executors die than Spark would take if none of their failures were forgotten: 2 x 2.
         for number in range(3):
             victim = executors()[0]["metadata"]["name"]
-            kill_tree(cluster.process_of(victim).pid)
+            kill_tree(cluster.process_of(victim))
             until(lambda v=victim: v not in {p["metadata"]["name"] for p in executors()})  # type: ignore[misc]
             until(delivered_more(done + 400 * (number + 1)))
-        kill_tree(cluster.process_of("orders-0", "driver").pid)
+        kill_tree(cluster.process_of("orders-0", "driver"))
         done = len(read_committed(kafka.bootstrap, sink))
         until(delivered_more(done + 400))
         until(lambda: Counter(m.value() for m in read_committed(kafka.bootstrap, sink)) == Counter(values))

@@ -101,7 +101,7 @@ class Migration:
             while 149 not in self.found():
                 assert process.poll() is None and time.monotonic() < deadline, "Spark's own connector did not write"
         finally:
-            kill_tree(process.pid)
+            kill_tree(process)
             process.wait()
 
 

@@ -87,5 +87,5 @@ class Hdfs:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            kill_tree(self._process.pid)
+            kill_tree(self._process)
             self._process.wait()

@@ -43,7 +43,7 @@ def halted(
                 time.sleep(0.02)
             yield process, new[0]
         finally:
-            kill_tree(process.pid)
+            kill_tree(process)
             process.wait()
 
 
@@ -64,4 +64,4 @@ def run_loop(file: Path, crash: str = "", *, wait_s: float) -> int:
     try:
         return process.wait(wait_s)
     finally:
-        kill_tree(process.pid)  # its workers outlive a driver that was killed
+        kill_tree(process)  # its workers outlive a driver that was killed

@@ -273,7 +273,7 @@ class Cluster:
         for pod in self._pods.values():
             self._end(pod, signal.SIGKILL)
         for server in reversed(self._servers):
-            kill_tree(server.pid)
+            kill_tree(server)
             server.wait()
 
     # What scheduler, kubelet and garbage collector do.
@@ -347,7 +347,7 @@ class Cluster:
         for one in of.containers:
             code = one.process.poll() if one.process is not None else None
             if one.process is not None and code is not None:
-                kill_tree(one.process.pid)
+                kill_tree(one.process)
                 one.process, one.exit_code, changed = None, code, True
                 one.again_at = time.monotonic() + _BACKOFF_S[min(one.restarts, len(_BACKOFF_S) - 1)]
             elif one.process is None and pod["spec"]["restartPolicy"] == "Always" and time.monotonic() > one.again_at:
@@ -378,7 +378,7 @@ class Cluster:
                 process.send_signal(how)
         psutil.wait_procs(running, _GRACE_S)
         for process in running:
-            kill_tree(process.pid)
+            kill_tree(process)
 
     def _value(self, entry: dict[str, Any], pod: dict[str, Any]) -> str:
         source = entry.get("valueFrom")

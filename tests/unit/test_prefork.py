@@ -134,6 +134,35 @@ def test_a_launcher_that_is_killed_before_it_read_the_answer_ends_the_worker_alo
     assert run(env, module, "ends", "3").returncode == 3
 
 
+BOTH = """
+import os, selectors, socket
+from delivered.prefork.server import Server
+listener = socket.socket(socket.AF_UNIX)
+server = Server(listener, "tasks")
+launcher, other_end = socket.socketpair()
+worker = os.fork()
+if not worker:
+    os._exit(0)
+server._children[worker] = launcher
+server._selector.register(launcher, selectors.EVENT_READ)
+os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+other_end.close()
+ready = [key.fileobj for key, _ in server._selector.select()]
+assert launcher in ready and server._ended in ready
+server._reap()
+server._hear(launcher)
+assert not server._children
+"""
+
+
+def test_a_worker_and_its_launcher_that_end_at_once_do_not_end_the_template() -> None:
+    """Both are known from one look, and the first to be handled closes the connection of the second."""
+    done = subprocess.run(
+        [sys.executable, "-c", BOTH], stdin=subprocess.PIPE, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_a_template_it_is_an_ordinary_interpreter(template: subprocess.Popen[bytes], module: Path) -> None:
     gone = module / "gone"
     env = environment(template, module)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import re
 import threading
@@ -132,6 +133,17 @@ def left_s(longest_s: float) -> float:
     return max(0.1, min(longest_s, _deadline.get() - time.monotonic()))
 
 
+def connect_timeout_s(longest_s: float) -> int:
+    """As `left_s`, for a client that takes whole seconds and no less than two (libpq).
+
+    Raises:
+        TimeoutError: enclosing waits have ended: a connection that takes two seconds would outlast them.
+    """
+    if _deadline.get() < time.monotonic():
+        raise TimeoutError("it had not answered when the time for asking was over")
+    return max(2, math.ceil(left_s(longest_s)))
+
+
 def wait_out(
     server: str,
     ask: Callable[[], T],
@@ -146,14 +158,16 @@ def wait_out(
         kind: of the call, as `unanswered` takes it; default: by the name of `ask`.
         ask: a query or an idempotent change; called any number of times.
         away: whether an exception means that the server is unreachable; any other counts as an answer.
-        patience_s: from the first call on; less if an enclosing wait ends sooner.
+        patience_s: from the first call on; less if an enclosing wait ends sooner. 0: ask once.
 
     Raises:
         The last error of `ask`.
     """
-
-    with within(patience_s), unanswered(server, away, kind or call_kind(ask)):
-        return _ask_again(server, ask, away)
+    with unanswered(server, away, kind or call_kind(ask)):
+        if not patience_s:
+            return ask()  # within no time, requests would have none either
+        with within(patience_s):
+            return _ask_again(server, ask, away)
 
 
 def _ask_again(server: str, ask: Callable[[], T], away: Callable[[BaseException], bool]) -> T:

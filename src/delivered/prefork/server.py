@@ -107,6 +107,8 @@ class Server:
                             return
 
     def _hear(self, launcher: socket.socket) -> None:
+        if launcher.fileno() < 0:
+            return  # its child ended too, and was reaped earlier in this round
         request = self._requests.get(launcher)
         if request is None:  # its child runs: the launcher was killed, perhaps before it read the child's id
             with contextlib.suppress(ConnectionError):

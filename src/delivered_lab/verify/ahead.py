@@ -116,7 +116,7 @@ class Driver:
     def end(self) -> None:
         """End it at once: between two runs there is nothing to finish. May be called again."""
         if self.lives:
-            kill_tree(self.pid)
+            kill_tree(self._process)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:

@@ -141,7 +141,7 @@ class Run:
 
     def kill(self) -> int:
         """SIGKILL the driver, its JVM and its workers; return the number of processes. May be called again."""
-        killed = kill_tree(self.process.pid) if self.lives else 0
+        killed = kill_tree(self.process) if self.lives else 0
         self.process.wait()
         return killed
 
@@ -494,7 +494,7 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         for process in reversed(self._processes):
-            kill_tree(process.pid)
+            kill_tree(process)
             process.wait()
 
     def _answers(self) -> bool:

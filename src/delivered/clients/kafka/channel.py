@@ -36,6 +36,7 @@ from delivered.clients.kafka.settings import PORT, mechanism_of, protocol_of
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import KAFKA_RESPONSE_BYTES_MAX
 from delivered.model.options import parse_addresses
+from delivered.model.patience import left_s
 
 if TYPE_CHECKING:
     from delivered.clients.kafka.sasl import Tls
@@ -542,7 +543,7 @@ def unreachable(servers: str, error: NoAnswer) -> Unreachable:
 def _listens(servers: str) -> bool:
     for address in parse_addresses(servers, port=PORT):
         try:
-            socket.create_connection(address, 1).close()
+            socket.create_connection(address, left_s(1)).close()
         except OSError:
             continue
         return True

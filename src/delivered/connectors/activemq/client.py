@@ -17,6 +17,7 @@ from delivered.connectors.activemq import Place
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import resolve_secret
+from delivered.model.patience import left_s
 
 # A connected socket with TLS.
 #
@@ -173,7 +174,7 @@ class Session:
         except (client.exception.StompException, OSError) as error:
             raise self._unreachable(str(error) or "no connection") from error
         try:
-            self.wait(lambda: bool(self.server), CONNECT_TIMEOUT_S, "open a STOMP connection")
+            self.wait(lambda: bool(self.server), left_s(CONNECT_TIMEOUT_S), "open a STOMP connection")
         except DeliveredError:
             self.close()
             raise
@@ -261,13 +262,13 @@ class Session:
         """Replaces the client's own, which reports no reasons. Raises OSError, UsageError."""
         options = self.options
         context = options.tls_context() if options.tls else None
-        raw = socket.create_connection((options.host, options.port), CONNECT_TIMEOUT_S)
+        raw = socket.create_connection((options.host, options.port), left_s(CONNECT_TIMEOUT_S))
         try:
             if context is None:
                 raw.settimeout(None)
                 transport.socket = raw
             else:
-                transport.socket = TlsSocket(raw, context, options.host, CONNECT_TIMEOUT_S)
+                transport.socket = TlsSocket(raw, context, options.host, left_s(CONNECT_TIMEOUT_S))
         except OSError as error:
             raw.close()
             if isinstance(error, ssl.SSLCertVerificationError):

@@ -22,6 +22,7 @@ from delivered.kits.sql.database import create_statement, is_newest, quoted
 from delivered.kits.sql.table import no_right_to_alter
 from delivered.kits.sql.transactions import new_nonce
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.model.patience import left_s
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.session import Session
@@ -72,7 +73,7 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
     parameters = {**address(options.url, options.user), "password": None if password is None else password.encode()}
     parameters = {k: v for k, v in parameters.items() if v is not None}
     try:
-        session = Session(CONNECT_TRY_S, options.tls, **parameters)
+        session = Session(left_s(CONNECT_TRY_S), options.tls, **parameters)
     except ERRORS as error:
         raise explained(error, options) from None
     try:

@@ -13,6 +13,7 @@ from delivered.kits.sql.text import pin_postgres
 from delivered.model import patience
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.model.patience import connect_timeout_s, left_s
 from delivered.patterns.caller import Caller, cause
 from delivered.source import id_bytes, id_text
 
@@ -197,10 +198,14 @@ def _postgres(options: OutboxOptions, **more: Any) -> psycopg.Connection[Any]:
     except ImportError:
         raise MissingExtra("outbox") from None
     parameters: dict[str, Any] = {"user": options.user, "password": options.password_resolved()}
+    try:
+        connect_s = connect_timeout_s(_CONNECT_TRY_S)
+    except TimeoutError as error:
+        raise psycopg.errors.ConnectionTimeout(str(error)) from None
     connection = psycopg.connect(
         options.url.replace("postgres://", "postgresql://", 1),
         **{k: v for k, v in parameters.items() if v is not None},
-        connect_timeout=_CONNECT_TRY_S,
+        connect_timeout=connect_s,
         application_name=f"delivered {options.slot if options.by_log else options.positions}"[:63],
         client_encoding="utf8",
         prepare_threshold=None,
@@ -235,7 +240,7 @@ def _mysql(options: OutboxOptions) -> Any:
         password=options.password_resolved() or "",
         charset="utf8mb4",
         autocommit=False,
-        connect_timeout=_CONNECT_TRY_S,
+        connect_timeout=left_s(_CONNECT_TRY_S),
         program_name="delivered",
         init_command="SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
     )

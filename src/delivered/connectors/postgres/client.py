@@ -31,6 +31,7 @@ from delivered.kits.sql.database import (
 from delivered.kits.sql.text import POSTGRES, check_postgres, days, micros, setting_refused
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.model.patience import connect_timeout_s
 
 try:
     import psycopg
@@ -73,10 +74,14 @@ def connect(options: PostgresOptions, role: str = "task", writes: bool = True) -
     Raises:
         Unreachable, UsageError: within 15 s.
     """
+    try:
+        connect_s = connect_timeout_s(CONNECT_TRY_S)
+    except TimeoutError as error:
+        raise Unreachable("POSTGRES_UNREACHABLE.CONNECTION", where=options.where, text=error, url=options.url) from None
     credentials: dict[str, Any] = {"user": options.user, "password": options.password_resolved()}
     given = {
         **{k: v for k, v in credentials.items() if v is not None},
-        "connect_timeout": CONNECT_TRY_S,
+        "connect_timeout": connect_s,
         "application_name": f"delivered {role}",
         "client_encoding": "utf8",
         "keepalives_idle": 10,

@@ -28,6 +28,7 @@ from delivered.model.answers import AnswerTooLarge, JsonAnswer, TimedAnswer, Une
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, SOURCE_PATIENCE_S
 from delivered.model.options import is_reference, resolve_secret
+from delivered.model.patience import left_s
 from delivered.model.secrets import REDACTED
 
 _warm: dict[tuple[int, str], Any] = {}
@@ -769,7 +770,7 @@ def tls_error(options: Place) -> DeliveredError | None:
         host, port = _split(address)
         try:
             with (
-                socket.create_connection((host, port), CONNECT_TIMEOUT_S) as peer,
+                socket.create_connection((host, port), left_s(CONNECT_TIMEOUT_S)) as peer,
                 checks.wrap_socket(peer, server_hostname=host),
             ):
                 pass

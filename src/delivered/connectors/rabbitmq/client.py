@@ -29,6 +29,7 @@ from delivered.connectors.rabbitmq import Place
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.options import resolve_secret
+from delivered.model.patience import left_s
 from delivered.model.rows import bytes_as_json
 from delivered.source import header_name
 
@@ -68,7 +69,7 @@ def parameters(options: Place) -> Any:
     settings.heartbeat = HEARTBEAT_S
     settings.blocked_connection_timeout = BLOCKED_S
     settings.connection_attempts = 1
-    settings.socket_timeout = settings.stack_timeout = CONNECT_TIMEOUT_S
+    settings.socket_timeout = settings.stack_timeout = left_s(CONNECT_TIMEOUT_S)
     return settings
 
 

@@ -33,6 +33,7 @@ from delivered.model.errors import (
 )
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import resolve_secret
+from delivered.model.patience import left_s
 
 _OPTIONS = [
     ("grpc.enable_retries", 0),
@@ -159,7 +160,7 @@ class Session:
             self.queues = self._route()
             self.proxies = list({client.RpcEndpoints(q.broker.endpoints): None for q in self.queues})
             for proxy in self.proxies:
-                self.wait(self.run(self._introduce(proxy)), CONNECT_TIMEOUT_S)
+                self.wait(self.run(self._introduce(proxy)), left_s(CONNECT_TIMEOUT_S))
         except BaseException:
             self.close()
             raise
@@ -252,8 +253,8 @@ class Session:
         asked = self.library.calls.QueryRouteRequest(
             topic=self.resource(self.options.topic), endpoints=self._config.rpc_endpoints.endpoints
         )
-        call = self.call(self._config.rpc_endpoints, "QueryRoute", asked, CONNECT_TIMEOUT_S)
-        answer = self.wait(self.run(call), CONNECT_TIMEOUT_S)
+        call = self.call(self._config.rpc_endpoints, "QueryRoute", asked, left_s(CONNECT_TIMEOUT_S))
+        answer = self.wait(self.run(call), left_s(CONNECT_TIMEOUT_S))
         if answer.status.code != self.library.code.OK:
             raise self.error_of(answer.status)
         return list(answer.message_queues)

@@ -34,6 +34,7 @@ from delivered.contract.source import Offsets, Slice
 from delivered.model.errors import BadRecord, DeliveredError, PromiseBroken, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, ROCKETMQ_FRAME_BYTES_MAX, ROCKETMQ_QUEUES_MAX
 from delivered.model.options import resolve_secret
+from delivered.model.patience import left_s
 from delivered.source import id_bytes
 
 PULL, QUERY_OFFSET, MAX_OFFSET, MIN_OFFSET, END, ROUTE, SEND = 11, 14, 30, 31, 37, 105, 310
@@ -74,7 +75,7 @@ class Peer:
         self._number = 0
         host, _, port = address.rpartition(":")
         try:
-            self._socket = socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)
+            self._socket = socket.create_connection((host.strip("[]"), int(port)), left_s(CONNECT_TIMEOUT_S))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, ValueError, OverflowError) as error:  # a name server names brokers
@@ -114,13 +115,14 @@ class Peer:
     def ask(self, code: int, fields: Mapping[str, Any]) -> Answer:
         """One request and its answer, with unchecked code. Raises Unreachable."""
         future: Future[Answer | None] = Future()
+        timeout_s = left_s(CONNECT_TIMEOUT_S)
         self.post(code, fields, b"", future.set_result)
         try:
-            answer = future.result(CONNECT_TIMEOUT_S)
+            answer = future.result(timeout_s)
         except Late:
             answer = None
         if answer is None:
-            raise self.unreachable(self.lost or f"no answer within {CONNECT_TIMEOUT_S:.0f} s")
+            raise self.unreachable(self.lost or f"no answer within {timeout_s:.0f} s")
         return answer
 
     def number(self, answer: Answer, name: str) -> int:
