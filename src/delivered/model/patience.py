@@ -134,7 +134,7 @@ def left_s(longest_s: float) -> float:
 
 
 def connect_timeout_s(longest_s: float) -> int:
-    """As `left_s`, for a client that takes whole seconds and no less than two (libpq).
+    """As `left_s`, for a client that takes an integer, at least two (libpq).
 
     Raises:
         TimeoutError: enclosing waits have ended: a connection that takes two seconds would outlast them.
