@@ -85,7 +85,7 @@ def pages() -> dict[Path, str]:
         parity: behaviours.into(parity.read_text(encoding="utf-8")),
         new: new_connector.into(new.read_text(encoding="utf-8")),
         limits: figures.into(limits.read_text(encoding="utf-8")),
-        operate: metrics.into(operate.read_text(encoding="utf-8")),
+        operate: measured.into(metrics.into(operate.read_text(encoding="utf-8"))),
         deploy: measured.into(deploy.read_text(encoding="utf-8")),
         stateful: measured.into(stateful.read_text(encoding="utf-8")),
         DOCS / "cli.md": cli.page(),

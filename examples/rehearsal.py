@@ -466,41 +466,41 @@ def main(chosen: Sequence[str] = ()) -> int:
 
         case(
             "a transaction hangs", hang, "TRANSACTION_ORPHANED", "DeliveredTransactionOrphaned",
-            "the page's button abort (delivered transactions abort)", abort,
+            "the page's button", abort,
         )  # fmt: skip
         case(
             "another application's transaction blocks the source", block, "TRANSACTION_BLOCKS",
-            "DeliveredTransactionBlocks", "that application's abort", lambda: blocking.pop().abort_transaction(30),
+            "DeliveredTransactionBlocks", "its abort", lambda: blocking.pop().abort_transaction(30),
             BLOCKS_S,
         )  # fmt: skip
         case(
             "the driver is killed", driver.kill, "STOPPED_WITH_LAG", "DeliveredNoDecision",
-            "delivered run clean.yaml", driver.start,
+            "delivered run", driver.start,
         )  # fmt: skip
         case(
             "Spark's JVM is killed", driver.kill_jvm, "RUN_FAILED", "DeliveredRunFailed",
-            "delivered run clean.yaml", driver.start,
+            "delivered run", driver.start,
         )  # fmt: skip
         case(
             "a row is rejected", lambda: load.send(b"x" * 2 * ROW_BYTES_MAX), "DEAD_LETTERS", "DeliveredDeadLetters",
-            "delivered dead-letters list clean.yaml", look_at_dead_letters,
+            "delivered dead-letters list", look_at_dead_letters,
         )  # fmt: skip
         case(
             "a receiver is killed", receiver.kill, "RECEIVER_GONE", "DeliveredReceiverGone",
-            "delivered receive clean.yaml", receiver.start,
+            "delivered receive", receiver.start,
         )  # fmt: skip
-        case("the broker is down", broker.kill, away, "DeliveredUnreachable", "a restart of the broker", broker.restart)
+        case("the broker is down", broker.kill, away, "DeliveredUnreachable", "its restart", broker.restart)
         case(
             "the broker is frozen", lambda: os.kill(broker.pid, signal.SIGSTOP), away, "DeliveredUnreachable",
-            "the broker's process goes on", lambda: os.kill(broker.pid, signal.SIGCONT),
+            "its process continues", lambda: os.kill(broker.pid, signal.SIGCONT),
         )  # fmt: skip
         case(
-            "audits stop", auditor.kill, "SEAL_OLD", "DeliveredSealOld", "delivered audit --follow clean.yaml",
-            auditor.start, SEALS_LATE * AUDIT_EVERY_S, AUDITED_WITHIN_S,
+            "audits stop; counted from the kill", auditor.kill, "SEAL_OLD", "DeliveredSealOld",
+            "delivered audit --follow", auditor.start, SEALS_LATE * AUDIT_EVERY_S, AUDITED_WITHIN_S,
         )  # fmt: skip
         case(
-            "records expire", expire_unaudited, "UNSEALED_EXPIRED", "DeliveredUnsealedExpired",
-            "delivered audit --follow clean.yaml", auditor.start, 0.0, AUDITED_WITHIN_S,
+            "records expire before an audit", expire_unaudited, "UNSEALED_EXPIRED", "DeliveredUnsealedExpired",
+            "delivered audit --follow", auditor.start, 0.0, AUDITED_WITHIN_S,
         )  # fmt: skip
         case(
             "the pipeline falls behind", lambda: setattr(load, "per_s", FLOOD_PER_S), "FALLING_BEHIND",

@@ -16,7 +16,12 @@ ROOT = Path(__file__).parents[2]
 CASES = [
     *("a transaction hangs", "another application's transaction blocks the source", "the driver is killed"),
     *("Spark's JVM is killed", "a row is rejected", "a receiver is killed", "the broker is down"),
-    *("the broker is frozen", "audits stop", "records expire", "the pipeline falls behind"),
+    *(
+        "the broker is frozen",
+        "audits stop; counted from the kill",
+        "records expire before an audit",
+        "the pipeline falls behind",
+    ),
 ]
 
 
