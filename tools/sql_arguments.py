@@ -1,8 +1,9 @@
-"""How many arguments Spark's functions take, asked of Spark; into src/delivered/pipeline/sql-arguments.json.
+"""What `delivered plan` knows of Spark without starting it, asked of Spark: the arguments of functions, and settings.
 
     python -m tools.sql_arguments           once with each version of Spark: what any of them takes is kept
 
-`pipeline/sql.py` reads it, so that `delivered plan` refuses a wrong number without starting Spark.
+How many arguments a function takes is stored in src/delivered/pipeline/sql-arguments.json, which `pipeline/sql.py`
+reads; the names of settings in spark-settings.txt next to it, which `pipeline/facts.py` reads.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 FILE = Path(__file__).parents[1] / "src" / "delivered" / "pipeline" / "sql-arguments.json"
+SETTINGS = FILE.with_name("spark-settings.txt")
 MOST = 9
 """Arguments that are tried; a function that takes so many may take any number."""
 
@@ -32,6 +34,15 @@ def takes(spark: SparkSession, function: str, count: int) -> bool:
     return True
 
 
+def settings(spark: SparkSession) -> list[str]:
+    """The names of all settings, the internal ones too, which no statement of SQL lists."""
+    jvm: Any = spark._jvm
+    of = jvm.java.lang.Class.forName("org.apache.spark.internal.config.ConfigEntry$")
+    (known,) = (field for field in of.getDeclaredFields() if field.getName() == "knownConfigs")
+    known.setAccessible(True)
+    return [str(name) for name in known.get(of.getField("MODULE$").get(None)).keySet()]
+
+
 def main() -> None:
     spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
     spark.sparkContext.setLogLevel("OFF")
@@ -42,7 +53,10 @@ def main() -> None:
         stored[name] = sorted({*stored.get(name, ()), *counts})
     lines = ",\n".join(f"{json.dumps(n)}: {json.dumps(stored[n])}" for n in sorted(stored))
     FILE.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-    print(f"{spark.version}: {len(found)} functions, {sum(len(c) <= MOST for c in found.values())} with bounds")
+    names = sorted({*settings(spark), *(SETTINGS.read_text(encoding="utf-8").split() if SETTINGS.exists() else ())})
+    SETTINGS.write_text("\n".join(names) + "\n", encoding="utf-8")
+    bounded = sum(len(c) <= MOST for c in found.values())
+    print(f"{spark.version}: {len(found)} functions, {bounded} with bounds; {len(names)} settings")
     spark.stop()
 
 

@@ -263,3 +263,32 @@ def test_a_start_without_a_registry_keeps_what_an_unfinished_batch_was_planned_w
     sidecar.keep_read_schemas(made.checkpoint, {"source": {"value": 1}})
     assert for_start(made) == made.sources
     assert sidecar.read_schemas(made.checkpoint) == {"source": {"value": 1}}
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("spark.sql.shufle.partitions", "spark.sql.shuffle.partitions"),
+        ("spark.executor.memroy", "spark.executor.memory"),
+        ("spark.sql.streaming.stateStore.providerclass", "spark.sql.streaming.stateStore.providerClass"),
+        ("spark.sql.shuffle.partitions", None),
+        ("spark.sql.catalog.lake.uri", None),
+        ("spark.delivered.arbiter.port", None),
+    ],
+)
+def test_a_misspelt_setting_of_spark_is_told(tmp_path: Path, name: str, near: str | None) -> None:
+    """Spark takes any name, and ignores those that it does not know."""
+    append(str(tmp_path / "in"), pa.table({"key": [b"k"], "value": [b"v"]}))
+    given = delivered.Pipeline(
+        name="p",
+        guarantee="exactly_once",
+        checkpoint=tmp_path / "checkpoint",
+        source=delivered.log(str(tmp_path / "in")),
+        sinks=[delivered.sqlite(str(tmp_path / "out.db"), "t", ifNotExists="true")],
+        conf={name: "1"},
+    )
+    plan = given.plan()
+    assert isinstance(plan, Plan), plan
+    told = [w for w in plan.warnings if "SETTING_UNKNOWN" in w]
+    assert len(told) == (near is not None)
+    assert all(repr(name) in w and repr(near) in w for w in told)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -86,6 +88,11 @@ def check_change_key(pipeline: Definition, sink: Endpoint, mode: WriteMode) -> I
 ASYNC_PROGRESS = "asyncprogresstrackingenabled"
 ASYNC_CONF = f"spark.sql.streaming.{ASYNC_PROGRESS}"
 
+_SETTINGS = Path(__file__).with_name("spark-settings.txt")
+"""Names of Spark's settings (tools/sql_arguments.py)."""
+_MISSPELT = 0.92
+"""Likeness of two names, as difflib has it, from which one is the other with a letter or two wrong."""
+
 _SPARK_SOURCES_REPLAYABLE = frozenset(
     {"kafka", "delta", "iceberg", "parquet", "json", "csv", "text", "orc", "avro", "rate", "rate-micro-batch"}
 )
@@ -142,10 +149,11 @@ def _gather(pipeline: Definition, session: SessionFacts | None, offline: bool, t
             )
             blocked = any(f.refuses for s in sources for f in s.findings)
     transform = _build_transform(pipeline)
+    transform = replace(transform, findings=(*transform.findings, *_find_misspelt(pipeline.conf)))
     if not offline and not blocked:
         found = check_columns(pipeline) if session is None else session.check_transform()
         found += _run_preflight(lambda: _find_no_webhook(pipeline))
-        transform = replace(transform, findings=found)
+        transform = replace(transform, findings=(*transform.findings, *found))
     return Request(
         pipeline=pipeline.name,
         guarantee=pipeline.guarantee,
@@ -160,6 +168,18 @@ def _gather(pipeline: Definition, session: SessionFacts | None, offline: bool, t
         alternatives=alternatives,
         output_mode=pipeline.output_mode,
     )
+
+
+def _find_misspelt(conf: Iterable[str]) -> Iterator[Finding]:
+    """Warnings of names that Spark does not know and that are like one that it does: it ignores them without a word.
+
+    Others may belong to an extension, or to a later version.
+    """
+    names = [name for name in conf if name.startswith("spark.")]
+    known = set(_SETTINGS.read_text(encoding="ascii").split()) if names else set()
+    for name in names:
+        if name not in known and (near := get_close_matches(name, known, n=1, cutoff=_MISSPELT)):
+            yield Finding.build("SETTING_UNKNOWN", refuses=False, name=name, near=near[0])
 
 
 def _find_no_webhook(pipeline: Definition) -> Iterator[Finding]:
