@@ -20,12 +20,15 @@ _FILE = re.compile(r"<<'END'\n(pipeline: orders\n.*?)END\n", re.DOTALL)
 _IMPORTS = """
 import importlib, pkgutil, sys
 import delivered, delivered_lab
+from delivered.model.errors import MissingExtra
 packages = (delivered, delivered_lab)
 for found in (m for p in packages for m in pkgutil.walk_packages(p.__path__, f"{p.__name__}.")):
     try:
         importlib.import_module(found.name)
     except ModuleNotFoundError as error:
         print(error.name.partition(".")[0])
+    except MissingExtra:
+        pass  # it names the extra itself
 """
 
 
