@@ -1,4 +1,4 @@
-"""Figures on pages that are no benchmark: what was measured last of capacity, totals and the rehearsal.
+"""Figures on pages that are no benchmark: what was measured last of capacity, totals, the rehearsal and metrics.
 
 `python -m docs.measured build/capacity.json build/totals.json ...` stores reports by the names of their files.
 """
@@ -42,7 +42,7 @@ def stored() -> dict[str, Any]:
 
 
 def into(page: str) -> str:
-    """A page with its marked places filled: `connections`, `ledgers`, `totals`, `rehearsal`."""
+    """A page with its marked places filled: `connections`, `ledgers`, `totals`, `rehearsal`, `metrics`."""
     found = stored()
     return _PLACE.sub(lambda m: m[1] + "\n".join(_BLOCKS[m[2]](found)) + "\n" + m[3], page)
 
@@ -114,6 +114,18 @@ def _rehearsal(found: dict[str, Any]) -> Iterator[str]:
     yield from _origin(report)
 
 
+def _metrics(found: dict[str, Any]) -> Iterator[str]:
+    report = found["metrics"]
+    every_15_s, every_5_s = (report[f"share_of_two_cores{of}"] for of in ("_every_15_s", ""))
+    pairs = zip(report["records_per_s"]["with"], report["records_per_s"]["without"], strict=True)
+    ratios = [f"{with_ / without:.2f}" for with_, without in pairs]
+    yield f"A scrape takes {report['scrape_cpu_ms']:.0f} ms of processor time, the broker's share included:"
+    yield f"{every_15_s:.2%} of two cores at an interval of 15 s, {every_5_s:.2%} at {report['scrape_every_s']:.0f} s."
+    yield f"Records per second with scrapes every {report['scrape_every_s']:.0f} s, relative to a run without, in"
+    yield f"{len(ratios)} pairs: {', '.join(ratios)}."
+    yield from _origin(report)
+
+
 def _origin(report: dict[str, Any]) -> Iterator[str]:
     of = report["origin"]
     yield ""
@@ -125,6 +137,7 @@ _BLOCKS: dict[str, Callable[[dict[str, Any]], Iterable[str]]] = {
     "ledgers": _ledgers,
     "totals": _totals,
     "rehearsal": _rehearsal,
+    "metrics": _metrics,
 }
 
 
