@@ -419,7 +419,7 @@ class KafkaDriver(SourceDriver):
         begins = {p: last.begin_of(p, first) for p in last.at}
         # Spark's own connector does not log the first offset of an added partition; it too starts at the earliest.
         unknown = [p for p, begin in begins.items() if begin is None]
-        earliest = self._client.offsets(dict.fromkeys(unknown, EARLIEST)) if unknown else {}
+        earliest = self._earliest(unknown, last.at)
         for partition, stop in sorted(last.at.items()):
             known = begins[partition]
             begin = min(earliest[partition] or 0, stop) if known is None else known
@@ -431,6 +431,19 @@ class KafkaDriver(SourceDriver):
             ranges.append(Range(partition, begin, stop))
         pieces = split(ranges, self._options.pieces_min, self._options.piece_rows_max)
         return [Slice((*r.key, r.start, r.end), partition=f"{r.key[0]}-{r.key[1]}") for r in pieces]
+
+    def _earliest(self, partitions: Sequence[Partition], stops: Mapping[Partition, int]) -> dict[Partition, int | None]:
+        """The first offsets of partitions that no batch has read. With failOnDataLoss false, one that was deleted since
+        its end was listed has nothing left to read."""
+        try:
+            return self._client.offsets(dict.fromkeys(partitions, EARLIEST))
+        except UsageError as error:
+            if self._options.fail_on_data_loss or error.code != "DELIVERED_TOPIC_MISSING":
+                raise
+            if len(partitions) == 1:
+                self._lost(f"{joined(partitions)} was deleted before it was read")
+                return {partitions[0]: stops[partitions[0]]}
+        return {p: offset for one in partitions for p, offset in self._earliest([one], stops).items()}
 
     def batch(self) -> tuple[Offsets, Offsets]:
         options = self._options
