@@ -127,3 +127,9 @@ def test_wrong_credentials_stay_what_they_are(kafka: Any, tmp_path: Path) -> Non
     }
     with pytest.raises(Unreachable, match="rejected the SASL mechanism"):
         planned(tmp_path, delivered.kafka(":".join(map(str, address(kafka))), topic="t", **login))
+
+
+def test_an_outbox_in_mysql_expects_mysql(mysql: Any) -> None:
+    place = "{}:{}".format(*address(mysql))
+    outbox = delivered.endpoint("outbox", url=f"mysql://me@{place}/shop", table="outbox")
+    assert listener.find_another(outbox, "OUTBOX_UNREACHABLE", f"MySQL at {place} is unreachable") is None

@@ -138,7 +138,8 @@ def find_another(endpoint: Endpoint, code: str, text: str) -> Refused | None:
 
 
 def _mismatch(endpoint: Endpoint, given: str, host: str, port: int) -> Refused | None:
-    place, expected = f"{host}:{port}", HTTP if given.startswith("http") else _EXPECTED[endpoint.system]
+    place, system = f"{host}:{port}", "mysql" if given.startswith("mysql:") else endpoint.system  # of an outbox
+    expected = HTTP if given.startswith("http") else _EXPECTED[system]
     found, tls = identify(host.strip("[]"), port)
     if found is None:
         return None
