@@ -22,6 +22,7 @@ from delivered.cli.main import app
 from delivered.clients.kafka.channel import Channel, Security
 from delivered.connectors.log.produce import append
 from delivered.model.capability import Guarantee
+from delivered.model.errors import UsageError
 from delivered.model.work import Owner
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.listener import PROBES
@@ -219,6 +220,24 @@ def test_a_plan_asks_brokers_that_are_away_once(tmp_path: Path, monkeypatch: pyt
     assert (refusal.code, tries) == ("KAFKA_UNREACHABLE", [port])
 
 
+def test_a_wrong_option_of_a_sink_is_told_before_the_source_is_asked(tmp_path: Path) -> None:
+    _Closing.calls = 0
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Closing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        source = delivered.kafka(f"127.0.0.1:{server.server_address[1]}", subscribe="orders")
+        pipeline = delivered.Pipeline(
+            name="orders",
+            guarantee="exactly_once",
+            checkpoint=tmp_path / "checkpoint",
+            source=source,
+            sinks=[delivered.sqlite(tmp_path / "out.db", table="orders", tabel="orders")],
+        )
+        with pytest.raises(UsageError, match="tabel"):
+            pipeline.plan()
+        server.shutdown()
+    assert _Closing.calls == 0
+
+
 def test_a_plan_asks_a_database_that_is_away_once(tmp_path: Path) -> None:
     _Closing.calls = 0
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Closing) as server:
@@ -228,6 +247,15 @@ def test_a_plan_asks_a_database_that_is_away_once(tmp_path: Path) -> None:
         server.shutdown()
     assert refusal.code == "OUTBOX_UNREACHABLE"
     assert _Closing.calls <= 2 + len(PROBES) + 1, "with TLS, and without; then who listens there, once"
+
+
+@pytest.mark.matrix
+def test_a_plan_does_not_wait_long_for_a_silent_server(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = delivered.kafka(f"127.0.0.1:{silent.getsockname()[1]}", subscribe="orders")
+        refusal = planned(tmp_path, source)
+    assert refusal.code == "KAFKA_UNREACHABLE"
+    assert "no response within 3 s" in str(refusal)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,17 @@ import pytest
 
 from delivered.model import patience
 from delivered.model.errors import Unreachable
-from delivered.model.patience import Outages, Stall, patience_s, patiently, unanswered, wait_out, within
+from delivered.model.patience import (
+    Outages,
+    Stall,
+    asking_once,
+    left_s,
+    patience_s,
+    patiently,
+    unanswered,
+    wait_out,
+    within,
+)
 
 
 class Away(Exception):
@@ -63,6 +73,16 @@ def test_what_is_answered_is_not_told(caplog: pytest.LogCaptureFixture, monkeypa
     with pytest.raises(ValueError, match="an answer"):
         wait_out("z", lambda: int("an answer"), _is_away)
     assert not caplog.records
+
+
+def test_one_request_of_those_asked_once_is_short() -> None:
+    assert left_s(10) == 10
+    with asking_once(3):
+        assert left_s(10) == 3
+        with asking_once():
+            assert (left_s(10), left_s(2)) == (3, 2)
+        with within(1):
+            assert left_s(10) <= 1
 
 
 def test_patience_ends_with_the_last_error_and_with_the_wait_around_it() -> None:

@@ -74,7 +74,8 @@ _watcher: tuple[int, threading.Thread] | None = None
 _in_query = 0
 _deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
 """In time.monotonic(); nested waits end with the outer one."""
-_once: ContextVar[bool] = ContextVar("once", default=False)
+_once: ContextVar[float | None] = ContextVar("once", default=None)
+"""The longest that one request may take of those that are asked once; None: others."""
 
 
 def in_query() -> None:
@@ -100,7 +101,7 @@ def patience_s(answered: bool) -> float:
     """How long to wait for a server; longer if it has answered before. 0: ask once."""
     if answered or _in_query:
         return OUTAGE_PATIENCE_S
-    return 0.0 if _once.get() else CONNECT_TIMEOUT_S
+    return CONNECT_TIMEOUT_S if _once.get() is None else 0.0
 
 
 def query_patience_s() -> float:
@@ -119,9 +120,14 @@ def within(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def asking_once() -> Iterator[None]:
-    """Inside, a server that cannot be connected to is not asked again: the caller reports it, or asks again itself."""
-    token = _once.set(True)
+def asking_once(longest_s: float = float("inf")) -> Iterator[None]:
+    """Inside, a server that cannot be connected to is not asked again: the caller reports it, or asks again itself.
+
+    Args:
+        longest_s: how long a server may be silent after a request.
+    """
+    outer = _once.get()
+    token = _once.set(longest_s if outer is None else min(outer, longest_s))
     try:
         yield
     finally:
@@ -130,6 +136,8 @@ def asking_once() -> Iterator[None]:
 
 def left_s(longest_s: float) -> float:
     """Timeout of one request: at most `longest_s` and the time left of enclosing waits, with a small minimum."""
+    if (once_s := _once.get()) is not None:
+        longest_s = min(longest_s, once_s)
     return max(0.1, min(longest_s, _deadline.get() - time.monotonic()))
 
 

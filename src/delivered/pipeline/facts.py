@@ -88,6 +88,9 @@ def check_change_key(pipeline: Definition, sink: Endpoint, mode: WriteMode) -> I
 ASYNC_PROGRESS = "asyncprogresstrackingenabled"
 ASYNC_CONF = f"spark.sql.streaming.{ASYNC_PROGRESS}"
 
+_SILENT_S_MAX = 3.0
+"""How long a plan waits for one answer; a start waits longer."""
+
 _SETTINGS = Path(__file__).with_name("spark-settings.txt")
 """Names of Spark's settings (tools/sql_arguments.py)."""
 _MISSPELT = 0.92
@@ -128,13 +131,15 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
         Refused: Spark's newest log files are cut off.
         Unreachable: the checkpoint or the ledger cannot be read.
     """
-    with asking_once() if session is None else contextlib.nullcontext():
+    with asking_once(_SILENT_S_MAX) if session is None else contextlib.nullcontext():
         return _gather(pipeline, session, offline, takeover)
 
 
 def _gather(pipeline: Definition, session: SessionFacts | None, offline: bool, takeover: bool) -> Request:
-    sources = tuple(_build_source(n, e, offline) for n, e in pipeline.sources.items())
+    # All before the first server is asked: a bad option of the last sink is not to wait for the first source.
+    opened = [(n, e, None if e.is_spark_own else e.source()) for n, e in pipeline.sources.items()]
     declared = [(e, e.sink()) for e in pipeline.all_sinks]
+    sources = tuple(_build_source(*one, offline) for one in opened)
     readable = not any(f.refuses for s in sources for f in s.findings)
     sinks = tuple(_build_sink(pipeline, e, s, offline, readable) for e, s in declared)
     checkpoint = CheckpointFacts(pipeline.checkpoint, takeover=takeover)
@@ -199,9 +204,10 @@ def _build_transform(pipeline: Definition) -> TransformFacts:
     return replace(facts.seen(changing_in_sql(texts)), kind=kind)
 
 
-def _build_source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
+def _build_source(name: str, endpoint: Endpoint, source: Source | None, offline: bool) -> SourceFacts:
+    """Args: source: None: Spark's own."""
     name = "" if name == SOURCE else name
-    if endpoint.is_spark_own:
+    if source is None:
         known = endpoint.system.lower() in _SPARK_SOURCES_REPLAYABLE
         capability = SourceCapability(
             system=endpoint.system,
@@ -211,7 +217,6 @@ def _build_source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
             assumes=(f"Spark's source {endpoint.system!r} gives the same records for the same offsets",),
         )
         return SourceFacts(endpoint.label, capability, name=name)
-    source = endpoint.source()
     findings = () if offline else _run_preflight(source.preflight, endpoint)
     if "subscribepattern" in map(str.lower, endpoint.options) and not offline and not findings:
         findings = _run_preflight(lambda: _find_no_match(endpoint, source), endpoint)

@@ -78,18 +78,19 @@ PROBES: tuple[tuple[str, bytes, Callable[[bytes], bool]], ...] = (
 
 @cache
 def identify(host: str, port: int) -> tuple[str | None, bool]:
-    """What listens there, None: nothing known; and whether it was asked over TLS. Takes a second or two.
+    """What listens there, None: nothing known; and whether it was asked over TLS. Takes a second.
 
     Each address is asked once: a start that waits for its server must not knock at another one's door all the time.
     """
-    for tls in (False, True):
-        if tls and not _speaks_tls(host, port):
-            break
-        with ThreadPoolExecutor(len(PROBES)) as pool:
+    with ThreadPoolExecutor(1 + len(PROBES)) as pool:
+        speaks_tls = pool.submit(_speaks_tls, host, port)  # beside the others: silence costs its second once
+        for tls in (False, True):
+            if tls and not speaks_tls.result():
+                break
             answers = list(pool.map(partial(_ask, host, port, tls), (question for _, question, _ in PROBES)))
-        found = (name for (name, _, fits), answer in zip(PROBES, answers, strict=True) if answer and fits(answer))
-        if name := next(found, None):
-            return name, tls
+            found = (name for (name, _, fits), answer in zip(PROBES, answers, strict=True) if answer and fits(answer))
+            if name := next(found, None):
+                return name, tls
     return None, False
 
 
