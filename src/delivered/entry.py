@@ -281,7 +281,8 @@ class Pipeline(Definition):
             UsageError: invalid options, several sinks and none named, or one of Spark's own sources.
         """
         from delivered.audit.keys import KeyShare
-        from delivered.audit.request import sealing
+        from delivered.audit.request import check_since, sealing
+        from delivered.checkpoint.folder import read_logged
 
         if every is not None:
             spark = spark() if callable(spark) else spark
@@ -295,6 +296,8 @@ class Pipeline(Definition):
             keys=shared is not None,
             recompute=recompute,
         )
+        if since is not None:
+            check_since(since, read_logged(self.checkpoint)[1])
         report = self._audited(spark, sink, samples_max, sink_from, progress, recompute, how, shared)
         self._keep(report)
         return report

@@ -134,6 +134,26 @@ MISTAKES = {
     "example": Mistake("init FILE", "EXAMPLE_EXISTS", "another-folder"),
     "report": Mistake("report FILE --out FOLDER/no/x.html", "FILE_UNUSABLE", "its folder", exit_code=1),
     "port": Mistake("run FILE --no-wait --metrics-port BUSY", "METRICS_PORT", "another"),
+    "two documents": Mistake("plan FILE", "FILE_NOT_YAML", "remove the '---' of line 4", ("source:", "---\nsource:")),
+    "dash": Mistake("plan FILE", "FILE_INVALID", "without the dash", ("source: {", "source:\n- {")),
+    "bare SQL": Mistake("plan FILE", "FILE_INVALID", "write transform: {sql: ...}", (
+        '{sql: "SELECT CAST(value AS STRING) AS id FROM source"}', "SELECT 1",
+    )),
+    "number": Mistake("plan FILE", "FILE_INVALID", 'write pipeline: "7"', (": orders", ": 7")),
+    "key of an audit": Mistake("plan FILE", "FILE_INVALID", "'every'", ("sinks:", "audit: {evry: 1 min}\nsinks:")),
+    "time": Mistake("plan FILE", "FILE_INVALID", 'audit.every: "15 min"', ("sinks:", "audit: {every: 15}\nsinks:")),
+    "flag": Mistake("plan FILE", "FILE_INVALID", "true or false", ("sinks:", "lineage: 'on'\nsinks:")),
+    "settings": Mistake("plan FILE", "FILE_INVALID", "spark.sql.ansi", ("sinks:", "spark: {sql: {ansi: 1}}\nsinks:")),
+    "two transforms": Mistake("plan FILE", "FILE_INVALID", "one of sql, python", ("{sql:", "{python: 'a:b', sql:")),
+    "no source": Mistake("plan FILE", "FILE_INVALID", "add source: {format: ...}", ("source:", "#")),
+    "variable": Mistake("plan FILE", "OPTION_VALUE", "expands $HOME", ("FOLDER/checkpoint", "$HOME/c")),
+    "variable of a sink": Mistake("plan FILE", "OPTION_VALUE", "expands $HOME", ("FOLDER/out.db", "$HOME/out.db")),
+    "blank": Mistake("plan FILE", "OPTION_VALUE", "path: /data", ("FOLDER/in", "''")),
+    "blank checkpoint": Mistake("plan FILE", "CHECKPOINT_MISSING", "checkpoint: ", ("FOLDER/checkpoint", "' '")),
+    "reference without a name": Mistake("plan FILE", "SECRET_MISSING", "env:NAME", (
+        "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}",
+        "{format: postgres, url: 'postgresql://127.0.0.1:CLOSED/shop', dbtable: orders, password: 'env:'}",
+    )),
     "no answer": Mistake("plan FILE", "POSTGRES_UNREACHABLE", "check", (
         "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}",
         "{format: postgres, url: 'postgresql://127.0.0.1:CLOSED/shop', dbtable: orders}",
@@ -334,3 +354,16 @@ def test_explain_knows_errors_warnings_and_problems(code: str) -> None:
     assert done.exit_code == 0
     assert done.output.startswith(f"DELIVERED_{code}")
     assert not any(line.strip() == "Next:" for line in done.output.splitlines())
+
+
+def test_a_batch_that_is_not_there_is_told_before_spark_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pyspark.sql", raising=False)
+    made = pipeline(tmp_path)
+    decide(made, 2, Owner("ended"))
+    checkpoint(made, 2)
+    file = tmp_path / "orders.yaml"
+    file.write_text(FILE.format(folder=tmp_path))
+    done = CliRunner().invoke(app, ["audit", str(file), "--since", "99"])
+    said = " ".join(done.output.split())
+    assert (done.exit_code, "[DELIVERED_AUDIT_CONTINUES] Batch 99 does not exist" in said) == (2, True), said
+    assert "starting Spark" not in said

@@ -88,6 +88,16 @@ def sealing(
     return None if sink_from else Sealing(full or (recompute and not keys), since, from_now)
 
 
+def check_since(since: int, newest: int | None) -> None:
+    """Raises UsageError: no sink can have decided this batch.
+
+    Args:
+        newest: batch of the checkpoint; None: it has none.
+    """
+    if newest is not None and since > newest:
+        raise UsageError("AUDIT_CONTINUES.SINCE_AFTER", since=since, newest=newest)
+
+
 @dataclass(frozen=True)
 class AuditRequest:
     """

@@ -111,7 +111,7 @@ def audit(
     proved; exit code 1 if the guarantee was violated, 3 if unknown."""
     from delivered.audit.keys import KeyShare
     from delivered.audit.report import render
-    from delivered.audit.request import sealing
+    from delivered.audit.request import check_since, sealing
     from delivered.checkpoint.folder import read_logged
     from delivered.cli.run import SparkLog, quiet_spark
 
@@ -147,8 +147,11 @@ def audit(
         keys=keys is not None,
         recompute=recompute,
     )
-    if sink in (None, *pipeline.sink_names) and read_logged(pipeline.checkpoint)[1] is None:
+    newest = read_logged(pipeline.checkpoint)[1] if sink in (None, *pipeline.sink_names) else None
+    if newest is None and sink in (None, *pipeline.sink_names):
         raise OutcomeUnknown("CHECKPOINT_MISSING.AUDIT", location=pipeline.checkpoint, file=files[0])
+    if since is not None:
+        check_since(since, newest)
     with working("starting") as progress, ExitStack() as session, ExitStack() as light:
         if pipeline.transform.function is None:  # others may use it
             light.enter_context(without_pandas())

@@ -78,7 +78,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """For a next step: "did you mean orders? ", if one of the names is like this one, in any case; else empty."""
     from difflib import get_close_matches
 
-    spelling = {n.lower(): n for n in known}
+    spelling: dict[str, str] = {}
+    for one in known:  # of names that differ in case, a table's "Orders" needs quotes
+        if one.lower() not in spelling or one.islower():
+            spelling[one.lower()] = one
     near = get_close_matches(name.lower(), spelling, n=1)
     return f"did you mean {spelling[near[0]]}? " if near else ""
 

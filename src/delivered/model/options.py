@@ -238,6 +238,13 @@ class OptionTable:
                 raise UsageError("OPTION_VALUE.LITERAL", owner=self.owner, name=name, value=value, action=step)
             restored[name] = str(value)
         for option in self.options:
+            if option.required and option.name in restored and not restored[option.name].strip():
+                raise UsageError(
+                    "OPTION_VALUE.BLANK",
+                    owner=self.owner,
+                    name=option.name,
+                    call=_call(option.name, option.example),
+                )
             if option.required and option.name not in restored:
                 raise UsageError(
                     "OPTION_MISSING.REQUIRED",
@@ -433,10 +440,16 @@ _ONE_SLASH = re.compile(r"(s3[an]?|gs|abfss?|wasbs?):/?([^/].*)", re.DOTALL)
 
 def not_as_meant(place: str) -> str | None:
     """For a path or URL, a next step: it means an object store, or a variable, and would be a local file."""
+    if (variable := _VARIABLE.match(place)) is not None and variable[1] in os.environ:
+        return f"write the path itself; nothing but a shell expands {variable[0]}, as in --set KEY={variable[0]}..."
     if place.startswith("env:"):
         return f"write the path itself (--set KEY=${place[4:]} takes a shell's variable); env: is for secrets"
     found = _ONE_SLASH.fullmatch(place)
     return found and f"write {found[1]}://{found[2]}"
+
+
+_VARIABLE = re.compile(r"\$(\w+)(?=/|$)")
+"""Of a shell, in front of a path."""
 
 
 def resolve_secret(name: str, value: str) -> str:
@@ -447,6 +460,8 @@ def resolve_secret(name: str, value: str) -> str:
     Raises:
         UsageError: the variable or file does not exist here. The message shows the reference, not the value.
     """
+    if value.strip() in ("env:", "file:"):
+        raise UsageError("SECRET_MISSING.NAME", name=name, value=value)
     if value.startswith("env:"):
         found = os.environ.get(value[4:])
         if found is None:

@@ -265,7 +265,7 @@ class Definition:
         self.name = checked_name("pipeline", name)
         self.guarantee = Guarantee.parse(guarantee)
         refuse_passwords(name, {"checkpoint": str(checkpoint), "master": master or ""})
-        if not isinstance(checkpoint, str | Path):
+        if not isinstance(checkpoint, str | Path) or not str(checkpoint).strip():
             raise UsageError("CHECKPOINT_MISSING.PIPELINE", checkpoint=repr(checkpoint))
         if isinstance(sinks, str) or not isinstance(sinks, Iterable):
             raise UsageError("ENDPOINT_VALUE.SINKS", sinks=sinks, sinks_type=type(sinks).__name__)
@@ -436,7 +436,7 @@ def _on_bad_row(on_bad_row: str, dead_letter: Endpoint | None) -> OnBadRow:
 
 def _resolve_location(folder: Path, location: str) -> str:
     """A relative path in a file is relative to the file."""
-    plain = ":" not in location.split("/", 1)[0] and not location.startswith("~")
+    plain = ":" not in location.split("/", 1)[0] and not location.startswith(("~", "$")) and location.strip()
     return str((folder / location).absolute()) if plain else location
 
 

@@ -109,7 +109,8 @@ class DedupEntry(BaseModel):
         description="SQL over the source's columns that identifies a record; with a null, it duplicates nothing.",
     )
     within: str = Field(
-        description='"1 hour": a record whose time is at most this long after its key\'s first one is dropped.'
+        description='"1 hour": a record whose time is at most this long after its key\'s first one is dropped.',
+        examples=["1 hour"],
     )
     time: str = Field("timestamp", description="SQL over the source's columns, a timestamp.")
     late: Literal["refuse", "drop"] = Field(
@@ -146,7 +147,10 @@ class TransformEntry(BaseModel):
     def _one(self) -> TransformEntry:
         ways = [n for n in ("sql", "python", "arrow") if getattr(self, n) is not None]
         if len(ways) > 1 or (ways and ways != ["arrow"] and self.select) or not (ways or self.select):
-            raise ValueError("a transform is one of: sql, python, arrow (with or without select), select")
+            raise ValueError(
+                "a transform is one of: sql, python, arrow (with or without select), select",
+                f"keep one of {', '.join(ways)}" if len(ways) > 1 else "write transform: {sql: ...}",
+            )
         return self
 
 
@@ -202,9 +206,10 @@ class PipelineFile(BaseModel):
         "0 seconds",
         description='available_now: deliver what is there at the start, then end; "10 seconds": a batch at this '
         "interval, until stopped.",
+        examples=["10 seconds"],
     )
     batch_s_max: float | None = Field(
-        None, gt=0, description="Seconds a batch may take; checked against the transaction time-out."
+        None, gt=0, description="Seconds a batch may take; checked against the transaction time-out.", examples=[60]
     )
     new_checkpoint: Literal["refuse", "accept"] = Field(
         "refuse", description="accept: start over although an earlier checkpoint wrote to this sink."
@@ -229,7 +234,10 @@ class PipelineFile(BaseModel):
     @model_validator(mode="after")
     def _one(self) -> PipelineFile:
         if (self.source is None) == (self.sources is None):
-            raise ValueError("a pipeline has one of: source, sources")
+            raise ValueError(
+                "a pipeline has one of: source, sources",
+                "add source: {format: ...}" if self.source is None else "keep one of source, sources",
+            )
         return self
 
     @property
@@ -503,7 +511,7 @@ def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
             "FILE_INVALID.NO_MAPPING",
             name=name,
             known=", ".join(PipelineFile.model_fields),
-            kind="empty" if data is None else type(data).__name__,
+            kind="empty" if data is None else shown(data),
         )
     lines: dict[Path_, int] = {}
     _lines(node, (), lines, name)
@@ -536,6 +544,8 @@ def _not_yaml(text: str, name: str, error: yaml.YAMLError) -> UsageError:
     elif opened and "quoted scalar" in context:
         line = opened.line + 1
         problem, action = "it opens a quote that nothing closes", f"close the quote of line {line}"
+    elif problem == "but found another document":
+        problem, action = "it starts a second document", f"remove the '---' of line {line}; a file has one pipeline"
     elif "cannot start any token" in problem or "undefined alias" in problem:
         action = f"quote the value in line {line}"
     elif problem.startswith("expected <block end>"):
@@ -652,17 +662,21 @@ def _describe_faults(
                 missing = _dotted(fault["loc"])
                 yield f"{where}: {missing!r} is missing", f"add {missing}{_suggest(fault['loc']) or ': ...'}"
             case "value_error":
-                yield f"{where}: {key}: {fault['ctx']['error']}", None
+                why, step = fault["ctx"]["error"].args
+                yield f"{where}: {key}: {why}", step
             case _:
                 given = shown(fault["input"], str(path[-1]) if path else "")
                 allowed = re.findall(r"'([^']*)'", str(fault.get("ctx", {}).get("expected", "")))
                 step: str | None = did_you_mean(str(fault["input"]), allowed).strip()
-                if not step and (meant := f": {' or '.join(allowed)}" if allowed else _suggest(path)):
+                if not step and (meant := f": {' or '.join(allowed)}" if allowed else _suggest(path, fault["input"])):
                     step = f"write {key}{meant}"
                 if fault["type"] == "list_type":
-                    step = f"write a list: {key}: [...], or a dash before each"
+                    one = f"[{given_}]" if isinstance(given_ := fault["input"], str) else "[...]"
+                    step = f"write a list: {key}: {one}, or a dash before each"
                 if fault["type"] == "model_type" and path[:1] == ("sources",):
                     step = "write 'source'; or name each source: sources: {orders: {format: ...}}"
+                if path == ("source",) and isinstance(fault["input"], list):
+                    step = "write it without the dash; or name several: sources: {orders: {format: ...}}"
                 must = _MUST.get(fault["type"], f"; {_lower(fault['msg'])}")
                 yield f"{where}: {key} is {given}{must.format(**fault.get('ctx', {}))}", step
 
@@ -693,7 +707,8 @@ def _known_part(loc: tuple[int | str, ...], lines: Mapping[Path_, int]) -> Path_
 
 def _unknown(where: str, path: Path_) -> tuple[str, str | None]:
     at = str(path[0]) if len(path) > 1 else ""
-    model, key = AuditEntry if path[-2:-1] == ("audit",) and at else _MODELS.get(at, PipelineFile), str(path[-1])
+    of_a_sink = path[-2:-1] == ("audit",) and len(path) > 2
+    model, key = AuditEntry if of_a_sink else _MODELS.get(at, PipelineFile), str(path[-1])
     near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
     known = ", ".join(model.model_fields)
     step = f"write {near[0]!r}" if near else "write one of these keys, or remove it"
@@ -707,15 +722,33 @@ def _unknown(where: str, path: Path_) -> tuple[str, str | None]:
     return f"{where}: unknown key {_dotted(path)!r}; known: {known}", step
 
 
-def _suggest(path: tuple[str | int, ...]) -> str | None:
-    """For a next step, what follows a key: the words that it may have, or its description in brackets."""
+def _suggest(path: tuple[str | int, ...], given: object = None) -> str | None:
+    """For a next step, what follows a key: the words or keys that it may have, an example, or its description.
+
+    Args:
+        given: in its place; a number is suggested as text.
+    """
     model = _MODELS.get(str(path[0]) if len(path) > 1 else "", PipelineFile)
-    field = model.model_fields.get(str(path[-1]) if path else "")
+    name = str(path[-1]) if path else ""
+    if len(path) == 1 and name in _MODELS:
+        first = next(iter(_MODELS[name].model_fields))
+        shape = {"sources": "{{NAME: {{{}: ...}}}}", "sinks": "[{{{}: ...}}]"}.get(name, "{{{}: ...}}")
+        return f": {shape.format(first)}"
+    if path[:1] == ("spark",):
+        inner = next(iter(given), "") if isinstance(given, dict) else ""
+        return f".{inner}: ..., each setting on a line" if inner else ": {KEY: VALUE}"
+    field = model.model_fields.get(name)
     if field is None:
         return None
     words = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    if field.annotation is bool:
+        words = ("true", "false")
     if words:
         return f": {' or '.join(words)}"
+    if field.examples:
+        return f": {json.dumps(field.examples[0])}"
+    if field.annotation is str and isinstance(given, int | float) and name != "format":
+        return f": {json.dumps(str(given).lower() if isinstance(given, bool) else str(given))}"
     return f" ({_lower(field.description.removesuffix('.'))})" if field.description else None
 
 
