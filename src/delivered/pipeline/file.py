@@ -648,6 +648,7 @@ def _describe_faults(
     error: pydantic.ValidationError, name: str, lines: Mapping[Path_, int], origins: Mapping[str, str]
 ) -> Iterable[tuple[str, str | None]]:
     reported = set[Path_]()
+    step: str | None
     for fault in error.errors(include_url=False):
         path = _known_part(fault["loc"], lines)
         where = origins.get(_dotted(path)) or f"{name}{_line(lines, path)}"
@@ -667,11 +668,11 @@ def _describe_faults(
             case _:
                 given = shown(fault["input"], str(path[-1]) if path else "")
                 allowed = re.findall(r"'([^']*)'", str(fault.get("ctx", {}).get("expected", "")))
-                step: str | None = did_you_mean(str(fault["input"]), allowed).strip()
+                step = did_you_mean(str(fault["input"]), allowed).strip()
                 if not step and (meant := f": {' or '.join(allowed)}" if allowed else _suggest(path, fault["input"])):
                     step = f"write {key}{meant}"
                 if fault["type"] == "list_type":
-                    one = f"[{given_}]" if isinstance(given_ := fault["input"], str) else "[...]"
+                    one = f"[{given}]" if isinstance(fault["input"], str) else "[...]"
                     step = f"write a list: {key}: {one}, or a dash before each"
                 if fault["type"] == "model_type" and path[:1] == ("sources",):
                     step = "write 'source'; or name each source: sources: {orders: {format: ...}}"
