@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from delivered.engine.sinks import Columns, Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, UsageError
 from delivered.model.identity import Scope
-from delivered.model.rows import OnBadRow
+from delivered.model.rows import OnBadRow, Rows
 from delivered.model.work import Action, BatchPlan, DriverAddress, Owner, Tolerance
 from delivered.pipeline.spec import (
     OPTION,
@@ -170,7 +171,7 @@ def test_what_cannot_be_parsed_is_refused(system: str, options: dict[str, str], 
 def test_a_task_loads_neither_the_spec_nor_the_drivers_half_of_the_engine() -> None:
     from delivered.spark.writers import StreamWriter
 
-    writer = StreamWriter(FULL, Sinks.one(CONNECTOR.sink({"world": "thin"})), ROWS)
+    writer = StreamWriter(FULL, Sinks.one(CONNECTOR.sink({"world": "thin"})), ROWS, partial(map, Rows))
     writer._plan = BatchPlan(Scope("p", "s", "i"), "o", Guarantee.EXACTLY_ONCE, 0, "{}", Action.WRITE)
     code = "import pickle, sys; assert pickle.loads(bytes.fromhex(sys.argv[1]))._spec is None"
     loaded = fresh(code, pickle.dumps(writer))

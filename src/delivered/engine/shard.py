@@ -229,14 +229,14 @@ def _split(shares: Sequence[_Share], rows: Rows, batch: int, shard: int) -> Iter
     """Each sink's good rows, counted, in sink order; the dead letters come last."""
     letters = []
     for share in (n for n in shares if not n.member.dead_letters):
-        own = share.member.routed(rows)
+        own = given = share.member.routed(rows)
         if share.on_bad_row is not OnBadRow.FAIL:
             own = validate(share.member.sink, own)
         if share.on_bad_row is OnBadRow.DROP:
             share.dropped += Fingerprint(len(rows.rejected) + len(own.rejected))
         elif own.rejected:
             letters.append(build_dead_letters(share.scope, own.rejected, batch, shard, share.rows))
-        share.rows += len(own)
+        share.rows += given.good.num_rows
         if own.good.num_rows:
             yield share, share.count(own.good)
     for share in (n for n in shares if n.member.dead_letters):

@@ -218,6 +218,11 @@ def decode(batch: pa.RecordBatch) -> Rows:
     return Rows(good.filter(rows), _parse(rejected), records.filter(rows) if records is not None else None)
 
 
+def decoder(schema: pa.Schema) -> Callable[[pa.RecordBatch], Rows]:
+    """What `decode` does, for batches that all have this schema. Picklable."""
+    return decode if {REJECTED.name, RAW.name} & {*schema.names} else Rows
+
+
 def encode(rows: Rows, schema: pa.Schema) -> pa.RecordBatch:
     """As a batch of this schema: rejected rows come last, and are null but for REJECTED, if the schema has it."""
     count = len(rows.rejected) if REJECTED.name in schema.names else 0

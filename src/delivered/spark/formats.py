@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import pyarrow as pa
@@ -25,8 +26,9 @@ from pyspark.sql.types import BooleanType, StructField, StructType
 
 from delivered.contract.source import Source
 from delivered.engine.sinks import Sinks
-from delivered.engine.transform import SLICE_COLUMN, SLICE_SCHEMA, Direct, source_schema, without_rejected
+from delivered.engine.transform import SLICE_COLUMN, SLICE_SCHEMA, Direct, decoder, source_schema, without_rejected
 from delivered.model.errors import Refused, UsageError
+from delivered.model.rows import Rows
 from delivered.model.secrets import redacted
 from delivered.pipeline.registry import PREFIX, find_source
 from delivered.pipeline.spec import Envelope, PipelineSpec, Reading, Sender, StartCheck
@@ -74,19 +76,20 @@ class DeliveredDataSource(DataSource):
         return StreamReader(self._source() if reading.direct else self._planned_source(schema), reading)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        rows = _rows(schema)
+        rows = without_rejected(to_arrow(schema))
         options = write_options(schema, self.options, self.system)
         spec = PipelineSpec.parse(self.system, options, self.sender)
-        sinks = self._sinks(spec, rows, overwrite)
+        if overwrite:
+            raise Refused("OVERWRITE", name=self.name())
+        sinks = spec.checked(rows)
         if any(m.sink.capability().write.complete for m in sinks.members):
             raise Refused("MODE_COMPLETE.BATCH_WRITE", name=self.name())
         return BatchWriter(spec, sinks, rows)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
-        spec = PipelineSpec.parse(self.system, self.options, self.sender)
-        direct = _direct(spec, schema)
-        rows = direct.schema() if direct else _rows(schema)
-        return StreamWriter(spec, self._sinks(spec, rows, overwrite), rows, direct)
+        if overwrite:
+            raise _appends_only(self.name(), "complete")
+        return StreamWriter(*_stream_write(self.system, tuple(sorted(self.options.items())), self.sender, schema))
 
     @property
     def _reading(self) -> Reading:
@@ -101,13 +104,6 @@ class DeliveredDataSource(DataSource):
         if self._planned is None:
             self._planned = self._source(schema).planned()
         return self._planned
-
-    def _sinks(self, spec: PipelineSpec, rows: pa.Schema, overwrite: bool) -> Sinks:
-        if overwrite and spec.checkpoint is not None:
-            raise _appends_only(self.name(), "complete")
-        if overwrite:
-            raise Refused("OVERWRITE", name=self.name())
-        return spec.checked(rows)
 
     def _table(self, options: dict[str, str]) -> StructType:
         """The columns of a table in Spark's catalog: those of its source, or those that its sink accepts."""
@@ -129,16 +125,26 @@ class DeliveredDataSource(DataSource):
         if question.output_mode != "append":
             raise _appends_only(self.name(), question.output_mode)
         rows = to_arrow(StructType.fromJson(dict(question.columns)))
-        check_start(spec, self._sinks(spec, rows, overwrite=False))
+        check_start(spec, spec.checked(rows))
 
 
 def _appends_only(name: str, mode: str) -> Refused:
     return Refused("OUTPUT_MODE.SPARK", mode=mode, name=name, system=name.removeprefix(PREFIX))
 
 
-def _rows(schema: StructType) -> pa.Schema:
-    """Columns for the sinks, without that of what the transform rejected."""
-    return without_rejected(to_arrow(schema))
+@lru_cache(maxsize=8)
+def _stream_write(
+    system: str, options: tuple[tuple[str, str], ...], sender: Sender | None, schema: StructType
+) -> tuple[PipelineSpec, Sinks, pa.Schema, Callable[[Iterator[pa.RecordBatch]], Iterator[Rows]]]:
+    """What a `StreamWriter` takes. The same for each batch of a query, for which Spark asks for a writer anew."""
+    spec = PipelineSpec.parse(system, dict(options), sender)
+    direct = _direct(spec, schema)
+    if direct:
+        rows = direct.schema()
+        return spec, spec.checked(rows), rows, direct.rows
+    columns = to_arrow(schema)
+    rows = without_rejected(columns)
+    return spec, spec.checked(rows), rows, partial(map, decoder(columns))
 
 
 def _direct(spec: PipelineSpec, schema: StructType) -> Direct | None:

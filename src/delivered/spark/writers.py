@@ -7,7 +7,7 @@ import pickle
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,6 @@ from delivered.spark.task import arm, running_task
 
 if TYPE_CHECKING:
     from delivered.engine.runner import Runner
-    from delivered.engine.transform import Direct
     from delivered.pipeline.spec import PipelineSpec
 
 # The engine's driver code is imported where it is called: tasks unpickle writers, and must not load it.
@@ -93,9 +92,16 @@ class StreamWriter(Recovering, StreamArrowWriter):
 
     _stays = ("_spec",)
 
-    def __init__(self, spec: PipelineSpec, sinks: Sinks, schema: pa.Schema, direct: Direct | None = None) -> None:
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        sinks: Sinks,
+        schema: pa.Schema,
+        rows: Callable[[Iterator[pa.RecordBatch]], Iterator[Rows]],
+    ) -> None:
+        """Args: rows: those of what Spark hands to a task. Picklable."""
         super().__init__(spec, sinks, schema)
-        self._direct = direct
+        self._rows = rows
 
     def _recover(self) -> BatchPlan:
         arm(self._spec.pipeline)
@@ -106,7 +112,7 @@ class StreamWriter(Recovering, StreamArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         check_running(self._planned())
-        return self._write(self._direct.rows(iterator) if self._direct is not None else map(decode, iterator))
+        return self._write(self._rows(iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         arm(self._spec.pipeline)
