@@ -11,7 +11,8 @@ from contextlib import suppress
 import pytest
 from tests.support.lying_broker import LyingBroker, fetched
 
-from delivered.clients.kafka.errors import NoAnswer, header_bytes, varint
+from delivered.clients.kafka.channel import header_bytes, varint
+from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.fetcher import Fetcher, Response
 from delivered.clients.kafka.listing import batches_before, open_in
 from delivered.clients.kafka.protocol import Wire

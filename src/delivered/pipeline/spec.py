@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -199,6 +199,11 @@ class PipelineSpec:
         """
         return Scope(self.pipeline, sinks.decider.name, incarnation or NO_INCARNATION)
 
+    @cached_property
+    def key(self) -> str:
+        """The same for every batch and every start of this write."""
+        return replace(self, start=None, batch=None).to_option()
+
     def to_option(self) -> str:
         """For `OPTION`."""
         return Envelope(self).encode()
@@ -245,10 +250,6 @@ class Drain:
     def request(self) -> None:
         """From now on the source offers no new records."""
         Path(self.path).touch()
-
-    @property
-    def is_requested(self) -> bool:
-        return Path(self.path).exists()
 
     def clear(self) -> None:
         Path(self.path).unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
@@ -107,7 +108,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._start = start
         if self._reading.ends and not self._ends:
             self.prepareForTriggerAvailableNow()
-        if self._reading.drain is not None and self._reading.drain.is_requested:
+        if self._reading.drain is not None and Path(self._reading.drain.path).exists():
             end = start
         else:
             self._landmarks.check(self._driver, start)  # first: a driver may acknowledge the start again

@@ -64,11 +64,12 @@ class Recovering:
 
     def __getstate__(self) -> dict[str, Any]:
         if self._plan is None:
-            from delivered.pipeline.spec import with_schemas
-
             try:
                 plan = self._recover()
-                self._sinks = with_schemas(self._spec, self._sinks, self._schema, plan)
+                if any(m.sink.schema_columns for m in self._sinks.members):
+                    from delivered.pipeline.spec import with_schemas
+
+                    self._sinks = with_schemas(self._spec, self._sinks, self._schema, plan)
                 self._plan = plan
             except DeliveredError as error:
                 # PySpark wraps any other type in "Could not serialize object".
@@ -303,8 +304,8 @@ def find_runner(spec: PipelineSpec, sinks: Sinks, incarnation: str) -> Runner:
 
     if spec.sender is None:
         raise InvariantBroken("OWNER_UNKNOWN", pipeline=spec.pipeline)
-    scope, owner = spec.scope(sinks, incarnation), spec.sender.owner
-    key = (scope, owner.id, replace(spec, start=None, batch=None).to_option())
+    scope, owner = Scope(spec.pipeline, sinks.decider.name, incarnation), spec.sender.owner
+    key = (scope, owner.id, spec.key)
     with _lock:
         if key in _runners:
             _runners.move_to_end(key)

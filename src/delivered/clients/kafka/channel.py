@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,8 +29,6 @@ from delivered.clients.kafka.errors import (
     NoCredentials,
     NotSent,
     Rejected,
-    complete,
-    header_bytes,
 )
 from delivered.clients.kafka.settings import PORT, mechanism_of, protocol_of
 from delivered.model.errors import InvariantBroken, Unreachable
@@ -50,6 +48,8 @@ _SILENCE_S = 5.0
 """A response that takes longer: ask whether the broker is still in the cluster."""
 _IDLE_S_MAX = 540.0
 """Brokers close idle connections after 600 s by default."""
+
+T = TypeVar("T")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -548,3 +548,58 @@ def _listens(servers: str) -> bool:
             continue
         return True
     return False
+
+
+# Whether a broker's answer is what the protocol says: kafka-python takes null and empty lists for anything.
+
+
+def complete(message: Any) -> Any:
+    """A message of kafka-python's, or a part of it, without null where the protocol has none. Raises ValueError."""
+    version = message._version
+    for declared in message._struct.fields.values():
+        if version is not None and not declared.for_version_q(version):
+            continue
+        value = getattr(message, declared.name, None)
+        if value is None:
+            if (declared.is_array() or declared.is_struct_array()) and not declared.nullable_for_version_q(version):
+                raise ValueError(f"{declared.name} is null")
+        elif declared.is_struct_array():
+            for each in value:
+                complete(each)
+        elif declared.is_struct():
+            complete(value)
+    return message
+
+
+def only(rows: Sequence[T] | None, what: str) -> T:
+    """The one that was asked for. Raises NoAnswer: the broker answers about none, or about several."""
+    if rows is None or len(rows) != 1:
+        raise NoAnswer(f"an answer with {0 if rows is None else len(rows)} {what}, where 1 was asked for")
+    return rows[0]
+
+
+# Parts of Kafka's frames that are read by hand.
+
+
+def header_bytes(frame: memoryview, flexible: bool) -> int:
+    """Length of a response's header: the correlation id and, if flexible, tagged fields."""
+    at = 4
+    if flexible:
+        count, at = varint(frame, at)
+        for _ in range(count):
+            _, at = varint(frame, at)
+            size, at = varint(frame, at)
+            at += size
+    if at > len(frame):
+        raise ValueError(f"a header of {at} bytes in {len(frame)}")
+    return at
+
+
+def varint(data: memoryview, at: int) -> tuple[int, int]:
+    """An unsigned number of 32 bits, and where it ends. Raises IndexError, ValueError."""
+    value = 0
+    for place in range(5):
+        value |= (data[at + place] & 127) << 7 * place
+        if data[at + place] < 128 and value < 1 << 32:
+            return value, at + place + 1
+    raise ValueError("a number of more than 32 bits")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.channel import Pending
-from delivered.clients.kafka.errors import NoAnswer, explain, varint
+from delivered.clients.kafka.channel import Pending, varint
+from delivered.clients.kafka.errors import NoAnswer, explain
 from delivered.clients.kafka.protocol import NoTopic, Wire, name_of
 from delivered.clients.kafka.record_batch import CorruptBatch, Decoded, Partition, decode
 from delivered.clients.kafka.settings import committed_only, resolved

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.channel import Buffer, Channel, Pending
-from delivered.clients.kafka.errors import NoAnswer, NotSent, only
+from delivered.clients.kafka.channel import Buffer, Channel, Pending, only
+from delivered.clients.kafka.errors import NoAnswer, NotSent
 from delivered.clients.kafka.fetcher import Response
 from delivered.clients.kafka.protocol import Leader, NoTopic, Wire, ask_member, name_of
 from delivered.clients.kafka.record_batch import HEADER_BYTES, SEQUENCES, Partition, by_topic

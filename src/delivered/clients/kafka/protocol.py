@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from delivered.clients.kafka.channel import Channel, Pending, security, unreachable
-from delivered.clients.kafka.errors import NoAnswer, NotSent, Rejected, only
+from delivered.clients.kafka.channel import Channel, Pending, only, security, unreachable
+from delivered.clients.kafka.errors import NoAnswer, NotSent, Rejected
 from delivered.clients.kafka.settings import PORT
 from delivered.model.errors import MissingExtra
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.channel import Pending
-from delivered.clients.kafka.errors import NoAnswer, only
+from delivered.clients.kafka.channel import Pending, only
+from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.protocol import FATAL, Wire, ask_member, name_of, retried
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.patience import left_s

@@ -31,7 +31,7 @@ from delivered.connectors.delta.client import (
 )
 from delivered.connectors.delta.sink import DeltaFiles
 from delivered.connectors.delta.target import TYPES, active_files, filled, required, same_columns, table_schema, text
-from delivered.kits.sql.merge import stored_columns as kept
+from delivered.kits.sql.table import stored_columns as kept
 from delivered.kits.table import shard
 from delivered.kits.table.merge import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
 from delivered.kits.table.seals import NONE, At, SealFiles

@@ -26,8 +26,7 @@ from delivered.connectors.delta.client import (
     require_table,
     sync_versions,
 )
-from delivered.kits.sql.merge import stored_columns
-from delivered.kits.sql.table import untyped
+from delivered.kits.sql.table import stored_columns, untyped
 from delivered.kits.table import target
 from delivered.kits.table.target import TableTypes, canonical
 from delivered.model.capability import APPEND

@@ -29,7 +29,7 @@ from delivered.connectors.iceberg.client import (
 )
 from delivered.connectors.iceberg.target import TYPES, check_features, compare, plain, same_columns
 from delivered.connectors.iceberg.writer import IcebergFiles, StagedFiles
-from delivered.kits.sql.merge import stored_columns
+from delivered.kits.sql.table import stored_columns
 from delivered.kits.table import shard
 from delivered.kits.table.merge import Effect, one_of_each, staged_rows, upsert
 from delivered.kits.table.seals import NONE as NO_SEAL

@@ -37,7 +37,7 @@ from delivered.connectors.iceberg.client import (
     require_table,
     store,
 )
-from delivered.kits.sql.merge import stored_columns
+from delivered.kits.sql.table import stored_columns
 from delivered.kits.table import target
 from delivered.model.errors import UsageError
 from delivered.model.ranges import RANGES, because, first_of, unstorable

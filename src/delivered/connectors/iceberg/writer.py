@@ -41,7 +41,8 @@ from delivered.connectors.iceberg.target import (
     unstorable_parts,
 )
 from delivered.contract.sink import Writer
-from delivered.kits.sql.merge import check_rows, stored_columns
+from delivered.kits.sql.merge import check_rows
+from delivered.kits.sql.table import stored_columns
 from delivered.kits.table import shard, target
 from delivered.kits.table.shard import PartFiles, Written, shard_writer, split
 from delivered.kits.table.store import Store

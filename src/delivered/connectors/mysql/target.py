@@ -35,7 +35,7 @@ import pyarrow as pa
 from delivered.connectors.mysql import MysqlOptions, client
 from delivered.connectors.mysql.client import alone, with_values
 from delivered.kits.sql.database import Definition, Server, find_events, quoted
-from delivered.kits.sql.merge import ORDER, ROUND, Merge, check_fits, no_unique_index, stored_columns
+from delivered.kits.sql.merge import ORDER, ROUND, Merge, check_fits, no_unique_index
 from delivered.kits.sql.table import (
     Column,
     ServerTypes,
@@ -49,6 +49,7 @@ from delivered.kits.sql.table import (
     new_comment,
     numbered_schema,
     record_schema,
+    stored_columns,
     text_of,
 )
 from delivered.model.errors import UsageError

@@ -20,9 +20,9 @@ from delivered.connectors.mysql import MysqlOptions, client, store, target
 from delivered.connectors.mysql.client import migrate
 from delivered.connectors.mysql.target import TYPES
 from delivered.kits.sql.database import Definition, give, quoted, take
-from delivered.kits.sql.merge import check_rows, stored_columns
+from delivered.kits.sql.merge import check_rows
 from delivered.kits.sql.sink import ShardWriter, bytes_of, find_refused, find_too_long, long_values
-from delivered.kits.sql.table import Mechanism, add_number, check_nulls
+from delivered.kits.sql.table import Mechanism, add_number, check_nulls, stored_columns
 from delivered.kits.sql.transactions import PreparedRows, delete, new_nonce, write_marker
 from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken

@@ -28,7 +28,7 @@ from delivered.kits.sql.database import (
     quoted,
     watch,
 )
-from delivered.kits.sql.text import POSTGRES, check_postgres, days, micros, setting_refused
+from delivered.kits.sql.text import POSTGRES, days, micros, setting_refused
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.patience import connect_timeout_s
@@ -133,9 +133,11 @@ def _pin(connection: Session, settings: Mapping[str, str], options: PostgresOpti
         answer = connection.execute(f"SELECT current_setting('transaction_read_only') = 'on', {current}")
     read_only, *values = answer.fetchone() or (False,)
     found = dict(zip(pinned, map(str, values), strict=True))
-    check_postgres(found, options.place)
+    wrong = [name for name, value in POSTGRES.items() if found[name] != value]
     if found["synchronous_commit"] in ("off", "local"):
-        raise setting_refused("synchronous_commit", found["synchronous_commit"], options.place)
+        wrong.append("synchronous_commit")
+    if wrong:
+        raise setting_refused(wrong[0], found[wrong[0]], options.place)
     if writes and read_only:
         raise read_only_server(options)
     connection.settings = found

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 from delivered.connectors.postgres import target
 from delivered.connectors.postgres.client import PostgresDatabase
 from delivered.connectors.postgres.sink import PostgresOptions
-from delivered.connectors.postgres.target import Target, find
+from delivered.connectors.postgres.target import find
 from delivered.contract.sink import OpenTransaction
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.ledger import SwappingLedger
-from delivered.kits.sql.merge import ORDER, ROUND
 from delivered.kits.sql.table import missing_at_server
 from delivered.kits.sql.transactions import Names, ServerCommitter, Shards, Staging, new_nonce, open_transaction
 from delivered.ledger import Swap
@@ -103,7 +102,7 @@ def build_committer(options: PostgresOptions, scope: Scope) -> ServerCommitter[p
         found = target.find(connection, options)
         return None if found is None else str(found[0])
 
-    staging = build_staging(options)
+    staging = PostgresStaging(options, PostgresDatabase(options))
     shards = Shards(
         id_prefix(scope, schema),
         partial(is_ours, scope, schema),
@@ -179,34 +178,11 @@ class PostgresStaging(Staging):
         return self.server.ask(question)
 
 
-def build_staging(options: PostgresOptions) -> PostgresStaging:
-    return PostgresStaging(options, PostgresDatabase(options))
-
-
 def build_store(options: PostgresOptions, scope: Scope) -> SwappingLedger[psycopg.Connection[Any]]:
     """The ledger of a pipeline and sink, in the database that holds the rows."""
     role = f"ledger {Names(scope, options.ledger_schema).check}"
-    return SwappingLedger(PostgresDatabase(options), scope, build_staging(options), role)
-
-
-def create(connection: psycopg.Connection[Any], options: PostgresOptions, table: str, target: Target) -> None:
-    """Create a table with the columns of the rows, inside the open transaction. Raises psycopg.Error."""
-    name = f"{quoted(options.ledger_schema)}.{quoted(table)}"
-    write = options.write
-    columns = ", ".join(map(quoted, target.merge.columns))
-    if write.expected is not None:
-        columns += f", {quoted(str(write.version))} AS {quoted(write.expected)}"
-    connection.execute(
-        f"CREATE TABLE {name} WITH (autovacuum_enabled = false) "  # noqa: S608
-        f"AS SELECT {columns} FROM {target.name} WITH NO DATA"
-    )
-    if write.merges:
-        more = f"ADD COLUMN {quoted(ORDER)} bigint GENERATED ALWAYS AS IDENTITY"
-        if write.delete is not None:
-            more += f", ADD COLUMN {quoted(write.delete)} boolean"
-        if write.conditional:
-            more += f", ADD COLUMN {quoted(ROUND)} bigint NOT NULL DEFAULT 1"
-        connection.execute(f"ALTER TABLE {name} {more}")
+    staging = PostgresStaging(options, PostgresDatabase(options))
+    return SwappingLedger(PostgresDatabase(options), scope, staging, role)
 
 
 def staging_tables(connection: psycopg.Connection[Any], names: Names) -> list[str]:

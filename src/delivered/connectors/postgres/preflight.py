@@ -11,9 +11,9 @@ from delivered.connectors.postgres.committer import slots
 from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.connectors.postgres.target import migrate
 from delivered.contract.source import Finding
-from delivered.kits.sql.merge import check_rules, findings, no_unique_index
+from delivered.kits.sql.merge import findings, no_unique_index
 from delivered.kits.sql.table import Mechanism, check_column, missing_at_server, permission
-from delivered.kits.sql.transactions import check_deletions
+from delivered.kits.sql.transactions import check_deletions, check_rules
 from delivered.model.capability import Guarantee
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from delivered.connectors.postgres.sink import ENUM, TYPES, PostgresOptions
 from delivered.kits.sql.database import Definition, Server, create_statement, find_events, is_newest, quoted
-from delivered.kits.sql.merge import Merge, check_fits, stored_columns
+from delivered.kits.sql.merge import Merge, check_fits
 from delivered.kits.sql.table import (
     Column,
     check_known,
@@ -26,6 +26,7 @@ from delivered.kits.sql.table import (
     no_right_to_alter,
     numbered_schema,
     record_schema,
+    stored_columns,
     text_of,
 )
 from delivered.model.errors import UsageError

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.postgres import committer, target
-from delivered.connectors.postgres.client import explained
+from delivered.connectors.postgres.client import PostgresDatabase, explained
 from delivered.connectors.postgres.sink import TYPES, PostgresOptions
-from delivered.connectors.postgres.target import migrate
-from delivered.kits.sql.database import Definition, give, take
-from delivered.kits.sql.merge import check_count, check_rows
+from delivered.connectors.postgres.target import Target, migrate
+from delivered.kits.sql.database import Definition, give, quoted, take
+from delivered.kits.sql.merge import ORDER, ROUND, check_count, check_rows
 from delivered.kits.sql.sink import ShardWriter
 from delivered.kits.sql.table import Mechanism, add_number, check_widths
 from delivered.kits.sql.transactions import Names, PreparedRows, delete, new_nonce, write_marker
@@ -55,7 +55,7 @@ class CopyWriter(ShardWriter):
         """Args: left: what earlier writers of this task may have left at the server."""
         self._options = options
         self._left = left
-        self._staging = committer.build_staging(options)
+        self._staging = committer.PostgresStaging(options, PostgresDatabase(options))
         self._server = self._staging.server
         self._work = work
         self._exactly_once = guarantee is Guarantee.EXACTLY_ONCE
@@ -63,7 +63,7 @@ class CopyWriter(ShardWriter):
         self._merges = options.write.merges
         self._schema = TYPES.plain_schema(schema)
         self._connection: psycopg.Connection[Any] | None = None
-        self._target: target.Target | None = None
+        self._target: Target | None = None
         self._copying: Any = None
         self._copy: Any = None
         self._cursor: Any = None
@@ -133,7 +133,7 @@ class CopyWriter(ShardWriter):
         self._server.discard(connection)
 
     @property
-    def _ready(self) -> target.Target:
+    def _ready(self) -> Target:
         if self._target is None:
             raise InvariantBroken("NO_TARGET.UNCHECKED")
         return self._target
@@ -156,7 +156,7 @@ class CopyWriter(ShardWriter):
         into = self._target.name
         if self._moved_later or self._merges:
             self._staged = Names(self._work.scope, self._options.ledger_schema).staging(self._work, new_nonce())
-            committer.create(connection, self._options, self._staged, self._target)
+            create_staging(connection, self._options, self._staged, self._target)
             into = self._staging.full(self._staged)
         self._cursor = connection.cursor()
         self._copying = self._cursor.copy(f"COPY {into} ({self._target.columns}) FROM STDIN (FORMAT binary)")
@@ -189,6 +189,26 @@ class CopyWriter(ShardWriter):
         write_marker(connection, self._server.dialect, self._work, gid, fingerprint)
         connection.execute(sql.SQL("PREPARE TRANSACTION {}").format(sql.Literal(gid)))
         return gid
+
+
+def create_staging(connection: psycopg.Connection[Any], options: PostgresOptions, table: str, into: Target) -> None:
+    """Create a staging table with the columns of the rows, inside the open transaction. Raises psycopg.Error."""
+    name = f"{quoted(options.ledger_schema)}.{quoted(table)}"
+    write = options.write
+    columns = ", ".join(map(quoted, into.merge.columns))
+    if write.expected is not None:
+        columns += f", {quoted(str(write.version))} AS {quoted(write.expected)}"
+    connection.execute(
+        f"CREATE TABLE {name} WITH (autovacuum_enabled = false) "  # noqa: S608
+        f"AS SELECT {columns} FROM {into.name} WITH NO DATA"
+    )
+    if write.merges:
+        more = f"ADD COLUMN {quoted(ORDER)} bigint GENERATED ALWAYS AS IDENTITY"
+        if write.delete is not None:
+            more += f", ADD COLUMN {quoted(write.delete)} boolean"
+        if write.conditional:
+            more += f", ADD COLUMN {quoted(ROUND)} bigint NOT NULL DEFAULT 1"
+        connection.execute(f"ALTER TABLE {name} {more}")
 
 
 # Arrow record batches as blocks of PostgreSQL's binary COPY format, with no Python object per value.

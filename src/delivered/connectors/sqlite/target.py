@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 from delivered.connectors.sqlite import SqliteOptions
 from delivered.connectors.sqlite.client import refuses_a_row, row_refused
 from delivered.kits.sql.database import Definition, find_events, quoted
-from delivered.kits.sql.merge import Merge, stored_columns
+from delivered.kits.sql.merge import Merge
 from delivered.kits.sql.table import (
     Types,
     check_known,
@@ -41,6 +41,7 @@ from delivered.kits.sql.table import (
     id_in_comment,
     missing_error,
     new_comment,
+    stored_columns,
     untyped,
 )
 from delivered.model.errors import UsageError, did_you_mean

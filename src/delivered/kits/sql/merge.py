@@ -38,6 +38,7 @@ from delivered.kits.sql.table import (
     extend,
     find_absent,
     numbered_schema,
+    stored_columns,
     untyped,
 )
 from delivered.model.capability import OnConflict, WriteMode
@@ -53,11 +54,6 @@ ORDER = "__delivered_order"
 SHARD = "__delivered_shard"
 ROUND = "__delivered_round"
 """The row's ordinal within its key and shard; the rows of a key are applied in this order."""
-
-
-def stored_columns(mode: WriteMode, schema: pa.Schema) -> pa.Schema:
-    """The columns that are stored in the table."""
-    return pa.schema([f for f in schema if f.name not in (mode.delete, mode.expected)])
 
 
 def check_fits(
@@ -636,15 +632,6 @@ def not_stored_error(options: TableOptions, what: str, definition: Definition) -
     return UsageError(
         "ROWS_NOT_STORED", table=options.table_text, where=options.where, what=what, suspects=definition.suspects
     )
-
-
-def check_rules(options: TableOptions, definition: Definition) -> None:
-    """
-    Raises:
-        UsageError: a rule replaces the sink's statements, whose counts are then those of the rule's own.
-    """
-    if definition.rules:
-        raise UsageError("TABLE_RULE", table=options.table_text, where=options.where, rules=", ".join(definition.rules))
 
 
 def check_merged(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from delivered.contract.sink import KeyMemory, StoreSink, Writer
 from delivered.contract.source import Finding
 from delivered.kits.sql.database import LEDGER_TABLES, Server
-from delivered.kits.sql.merge import check_columns, describe_checks, stored_columns, without_key
+from delivered.kits.sql.merge import check_columns, describe_checks, without_key
 from delivered.kits.sql.table import (
     Mechanism,
     ServerOptions,
@@ -26,6 +26,7 @@ from delivered.kits.sql.table import (
     check_rows_lack,
     column_computed,
     numbered_schema,
+    stored_columns,
 )
 from delivered.kits.sql.transactions import PreparedRows
 from delivered.model.capability import Commit, Guarantee, OnConflict, SinkCapability

@@ -386,6 +386,11 @@ def check_nulls(batch: pa.RecordBatch, filled: Collection[str]) -> None:
 BATCH_KIND = "bigint"
 
 
+def stored_columns(mode: WriteMode, schema: pa.Schema) -> pa.Schema:
+    """The columns that are stored in the table."""
+    return pa.schema([f for f in schema if f.name not in (mode.delete, mode.expected)])
+
+
 def numbered_schema(options: TableOptions, schema: pa.Schema) -> pa.Schema:
     """The rows' columns and the one of the batch, if there is one."""
     name = options.batch_column

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,14 +109,9 @@ def pin_postgres(connection: psycopg.Connection[Any], place: str) -> None:
     row = connection.execute("SELECT " + ", ".join(f"current_setting('{k}')" for k in POSTGRES)).fetchone()
     if not connection.autocommit:
         connection.commit()  # a rollback would set them back
-    check_postgres(dict(zip(POSTGRES, map(str, row or ()), strict=True)), place)
-
-
-def check_postgres(found: Mapping[str, str], place: str) -> None:
-    """Raises UsageError: a session has other forms than `POSTGRES`."""
-    wrong = [name for name, value in POSTGRES.items() if found[name] != value]
-    if wrong:
-        raise setting_refused(wrong[0], found[wrong[0]], place)
+    for (name, value), found in zip(POSTGRES.items(), map(str, row or ()), strict=True):
+        if found != value:
+            raise setting_refused(name, found, place)
 
 
 def setting_refused(name: str, value: str, place: str) -> UsageError:

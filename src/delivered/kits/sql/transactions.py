@@ -28,7 +28,6 @@ from delivered.kits.sql.merge import (
     check_emptied,
     check_keys_stored,
     check_merged,
-    check_rules,
     count_skipped,
     fold_skipped,
     key_in_two_shards,
@@ -557,3 +556,12 @@ def delete(connection: Connection, options: TableOptions, merge: Merge, staged: 
     check_before_delete(connection, options, merge, staged, found)
     connection.execute(merge.delete(staged))
     check_deleted(connection, options, merge, staged, found)
+
+
+def check_rules(options: TableOptions, definition: Definition) -> None:
+    """
+    Raises:
+        UsageError: a rule replaces the sink's statements, whose counts are then those of the rule's own.
+    """
+    if definition.rules:
+        raise UsageError("TABLE_RULE", table=options.table_text, where=options.where, rules=", ".join(definition.rules))

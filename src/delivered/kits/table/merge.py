@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from delivered.kits.sql.merge import key_in_two_shards, stored_columns
+from delivered.kits.sql.merge import key_in_two_shards
+from delivered.kits.sql.table import stored_columns
 from delivered.kits.table.shard import ShardFiles
 from delivered.kits.table.store import Store
 from delivered.model.capability import WriteMode

@@ -34,9 +34,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.contract.source import Finding
-from delivered.kits.sql.merge import stored_columns
 from delivered.kits.sql.sink import TableSink, find_refused
-from delivered.kits.sql.table import Types, untyped
+from delivered.kits.sql.table import Types, stored_columns, untyped
 from delivered.kits.table import FileTableOptions
 from delivered.kits.table.store import Store
 from delivered.kits.warm import WarmClients
