@@ -12,7 +12,7 @@ import pytest
 from delivered.connectors.pulsar import PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar import client as admin
 from delivered.connectors.pulsar.positions import Position
-from delivered.connectors.pulsar.preflight import check_transactions
+from delivered.connectors.pulsar.transactions import check_transactions
 from delivered.model.capability import Guarantee
 from delivered.model.errors import Unreachable
 

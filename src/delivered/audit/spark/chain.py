@@ -1,7 +1,7 @@
 """Audit a chain of pipelines: each hop from its own last seal, as `audit/spark/audit.py` does, then from end to end.
 
-Where the seals of the hops join (`audit/hops.py`), they say what arrived, and only rows on their way are read. Else the
-first source is compared with the last sink: its rows go through all transforms. Each must be in the last sink, or wait
+Where the seals join (`audit/sealed.py`), they say what arrived, and only rows on their way are read. Else the first
+source is compared with the last sink: its rows go through all transforms. Each must be in the last sink, or wait
 between two pipelines, beyond what the later one has decided. Ledgers are read first, then sources and the sink, then
 checkpoints: so each row is found at least once, and once more only if the batch that carries it on had started.
 """
@@ -22,7 +22,6 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 
 from delivered.audit.account import Progress, reason
 from delivered.audit.evidence import Damage, Verdict
-from delivered.audit.hops import Joined, SealedHop, join, why_apart
 from delivered.audit.judge import contradictions
 from delivered.audit.local.request import chosen_sink
 from delivered.audit.report import AuditReport, ChainReport, Segment
@@ -37,7 +36,7 @@ from delivered.audit.request import (
     split_by_transform,
 )
 from delivered.audit.seal import Seal
-from delivered.audit.sealed import current, read_sealed
+from delivered.audit.sealed import Joined, SealedHop, current, join, read_sealed, why_apart
 from delivered.audit.spark.audit import audit_sink, request_for
 from delivered.audit.spark.comparison import stored_rows
 from delivered.audit.spark.reconcile import Slots, canonical_schema, hashed, reconcile, without_order

@@ -1,4 +1,4 @@
-"""The sink: rows become messages, encoded by a schema. `publisher.py` sends them; under exactly_once, `shard.py`."""
+"""The sink: rows become messages, encoded by a schema. `publisher.py` sends them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class PulsarSink(MessageSink):
         if guarantee is Guarantee.AT_MOST_ONCE and not all(known):
             return [Finding.build("DEDUPLICATION_OFF", refuses=True, only=Guarantee.AT_MOST_ONCE, label=options.label)]
         if guarantee is Guarantee.EXACTLY_ONCE:
-            from delivered.connectors.pulsar.preflight import check_transactions
+            from delivered.connectors.pulsar.transactions import check_transactions
 
             return check_transactions(options, admin)
         return []
@@ -489,7 +489,7 @@ class TransactionalWriter(PulsarWriter):
         self._work = work
 
     def _connect(self) -> Any:
-        from delivered.connectors.pulsar.shard import OpenShard  # the other guarantees do without its client
+        from delivered.connectors.pulsar.publisher import OpenShard  # where there are no rows, nothing loads its client
 
         settled = self._settled
         return OpenShard(self._options, self._work, None if settled is None else (settled.kind, settled.text))

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from delivered.connectors.pulsar import Place
-from delivered.connectors.pulsar.client import Admin
+from delivered.connectors.pulsar.client import Admin, Bounds
 from delivered.connectors.pulsar.journal import SUBSCRIPTION, Journal, Record, Topic, new_id, topic_name
 from delivered.connectors.pulsar.positions import START, Position, short_name
 from delivered.contract.source import Finding
-from delivered.ledger import Change, Head, outdated, state_of
+from delivered.ledger import Change, Head, not_next, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken, LedgerBehind, UsageError
 from delivered.model.identity import OTHERS_MAX, OtherLedger, Scope, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
@@ -40,9 +40,6 @@ from delivered.model.work import (
     Started,
     Unknown,
 )
-
-if TYPE_CHECKING:
-    from delivered.connectors.pulsar.seals import Seals
 
 log = logging.getLogger(__name__)
 
@@ -278,8 +275,6 @@ class PulsarStore:
         self._seals = {}
 
     def _sealed(self, sink: str) -> Seals:
-        from delivered.connectors.pulsar.seals import Seals  # batches do without it
-
         if sink not in self._seals:
             scope = replace(self._scope, sink=sink)
             self._seals[sink] = Seals(sink, Topic(self._options, topic_name(self._namespace, scope, "seals")))
@@ -378,3 +373,102 @@ class PulsarStore:
                 self._state.copies = [c for c in self._state.copies if c[0].order >= at.order]
         except DeliveredError as error:
             log.warning("the state of the ledger %s was not copied: %s", self.where, error)
+
+
+# Seals of audits in a journal of their own, which is read from its end, and never trimmed.
+
+
+SEAL = "seal"
+_FEW = 16
+"""Records that are read at first to find the newest seal."""
+
+
+class Seals:
+    """The seals of one sink."""
+
+    def __init__(self, sink: str, topic: Topic) -> None:
+        self._sink = sink
+        self._topic = topic
+        self._texts: dict[int, str] = {}
+        self._journal = Journal(topic, lambda _: True, self._apply)
+        self._start: Position | None = None
+
+    def last(self) -> str | None:
+        self._read_end()
+        return self._texts.get(self._last)
+
+    def texts(self, first: int) -> list[str]:
+        self._read_all()
+        return [self._texts[number] for number in sorted(self._texts) if number >= first]
+
+    def add(self, number: int, text: str) -> Outcome[None]:
+        """See `delivered.ledger.Store.add_seal`."""
+        self._topic.ensure()
+        while True:
+            self._read_end()
+            if number < self._last and number not in self._texts:
+                self._read_all()
+            if self._texts.get(number) == text:
+                return Ok(None)
+            if number != self._last + 1:
+                return not_next(self._sink, number, self._last)
+            match self._journal.append(SEAL, {"seal_number": number, "seal": text}):
+                case Failed() | Unknown() as outcome:
+                    return outcome
+
+    def close(self) -> None:
+        """May be called again."""
+        self._topic.close()
+        self._start = None
+
+    @property
+    def _last(self) -> int:
+        return max(self._texts, default=-1)
+
+    def _read_end(self) -> None:
+        """Read enough to know the newest seal. A record that nothing follows may not count, unless it is the first."""
+        if self._start is not None:
+            self._journal.read()
+            return
+        if (bounds := self._topic.bounds()) is None:
+            return
+        for start in starts(bounds):
+            self._read_from(start)
+            if start == START or (self._journal.chain.proven and self._texts):
+                return
+
+    def _read_all(self) -> None:
+        if self._start == START:
+            self._journal.read()
+        elif self._topic.bounds() is not None:
+            self._read_from(START)
+
+    def _read_from(self, start: Position) -> None:
+        self._texts = {}
+        self._journal.restart(start)
+        self._journal.read()
+        self._start = start
+        chain = self._journal.chain
+        if start == START and chain.started > 1:
+            raise InvariantBroken("PULSAR_LEDGER.SEALS", topic=self._topic.label, first=chain.started)
+
+    def _apply(self, record: Record, position: Position, restarts: bool) -> None:
+        del position
+        if restarts:
+            self._texts = {}
+        if record.kind == SEAL:
+            self._texts[record.fields["seal_number"]] = record.fields["seal"]
+
+
+def starts(bounds: Bounds) -> Iterator[Position]:
+    """Positions from which to read, ever further from the end; the last one is START."""
+    few = _FEW
+    while few < sum(count for _, count in bounds.ledgers):
+        left = few
+        for ledger, count in reversed(bounds.ledgers):
+            if left <= count:
+                yield Position(ledger, count - left - 1)
+                break
+            left -= count
+        few *= _FEW
+    yield START

@@ -14,7 +14,8 @@ import os
 import ssl
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -22,10 +23,12 @@ from delivered.clients.pulsar.cluster import Cluster
 from delivered.clients.pulsar.commands import Error, NoAnswer, Rejected
 from delivered.clients.pulsar.connection import Settings
 from delivered.clients.pulsar.producer import TooLong
-from delivered.clients.pulsar.transactions import TransactionId
+from delivered.clients.pulsar.transactions import Coordinators, TransactionId
 from delivered.connectors.pulsar import Place, PulsarSinkOptions
-from delivered.connectors.pulsar.client import hidden, not_permitted, secret, untrusted, warm_key
+from delivered.connectors.pulsar.client import Admin, hidden, not_permitted, secret, untrusted, warm_key
 from delivered.connectors.pulsar.journal import Topic, topic_name
+from delivered.contract.source import Finding
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
@@ -190,3 +193,37 @@ class Marker:
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
+
+
+# Whether the brokers have transactions that this user may use, before the first batch.
+
+
+_OLDEST = (2, 10)
+_RIGHTS = (
+    "this client may not use the transaction coordinators of {url}, whose topics are in the namespace pulsar/system: "
+    "pulsar-admin namespaces grant-permission pulsar/system --role ROLE --actions consume"
+)
+
+
+def check_transactions(options: PulsarSinkOptions, admin: Admin) -> Sequence[Finding]:
+    """What rules out exactly_once. Loads each coordinator, so that a broker that cannot is found here.
+
+    Raises:
+        DeliveredError: the brokers did not answer.
+    """
+    only = Guarantee.EXACTLY_ONCE
+    version = admin.version()
+    if version is not None and version < _OLDEST:
+        text = ".".join(map(str, version))
+        return [Finding.build("PULSAR_TOO_OLD", refuses=True, only=only, version=text, url=options.url)]
+    coordinators = Coordinators(cluster(options))
+    try:
+        coordinators.load(range(coordinators.count(soon())), soon())
+    except CLIENT_ERRORS as error:
+        why = explained_client(error, options, "transactions")
+        if isinstance(error, Rejected) and error.code == Error.AUTHORIZATION:
+            why = not_permitted(options, _RIGHTS.format(url=options.url))
+        if isinstance(why, Unreachable):
+            raise why from None
+        return [replace(Finding.refusal(why), only=only)]
+    return []
