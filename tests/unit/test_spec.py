@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 from tests.support.interpreter import fresh
 
@@ -185,3 +187,31 @@ def test_a_task_loads_neither_the_spec_nor_the_drivers_half_of_the_engine() -> N
     edge = {"spark.writers", "spark.task", "spark.compat", "spark.internals"}
     assert {m for m in ours if m.startswith("spark.")} == edge
     assert loaded.isdisjoint({"pydantic", "yaml", "typer", "rich"})
+
+
+def test_a_process_opens_what_a_query_writes_once_per_start_and_schema(tmp_path: Path) -> None:
+    from pyspark.sql.types import BinaryType, StringType, StructType
+
+    from delivered.engine.transform import REJECTED, decode
+    from delivered.spark.formats import DeliveredDataSource
+    from delivered.spark.internals import from_arrow
+
+    class Format(DeliveredDataSource):
+        system = "sqlite"
+        sender = SENDER
+
+    sink = SinkSpec("sqlite", {"path": str(tmp_path / "out.db"), "table": "t"})
+    spec = PipelineSpec("p", Guarantee.EXACTLY_ONCE, (sink,), checkpoint=str(tmp_path), start="1")
+    plain, other = StructType().add("id", StringType()), StructType().add("id", BinaryType())
+    failing = StructType([*plain.fields, *from_arrow(pa.schema([REJECTED])).fields])
+
+    def writer(start: str = "1", columns: StructType = plain) -> Any:
+        return Format({OPTION: replace(spec, start=start).to_option()}).streamWriter(columns, False)
+
+    first = writer()
+    assert writer()._sinks is first._sinks
+    assert writer("2")._spec.start == "2"
+    assert writer(columns=other)._schema != first._schema == writer(columns=failing)._schema
+    assert (first._rows.args, writer(columns=failing)._rows.args) == ((Rows,), (decode,))
+    with pytest.raises(Refused, match="OUTPUT_MODE"):
+        Format({OPTION: spec.to_option()}).streamWriter(plain, True)
