@@ -59,6 +59,15 @@ SOURCE = {
         ("SELECT\n  sha2(concat(key, value)) AS k\nFROM source", "3 of '  sha2(concat(", "takes 2 arguments, not 1"),
         ("SELECT coalesce() AS k FROM source", "'coalesce'", "1 or more arguments, not 0"),
         ("SELECT substr(key) AS k, substring_index(key) AS v FROM source", "'substring_index'", "takes 3"),
+        ("SELECT key AS 'id' FROM source", "names a column 'id'", "`back quotes`"),
+        ("SELECT key AS order-id FROM source", "'order-id'", "write `order-id`"),
+        ("SELECT CAST(key STRING) AS k FROM source", "CAST without AS", "CAST(... AS STRING)"),
+        ("SELECT CASE WHEN offset > 1 THEN key AS k FROM source", "CASE without END", "write END"),
+        ("SELECT count(*) OVER w AS n FROM source WINDOW w AS (PARTITION BY topic)", "'OVER'", "GROUP BY"),
+        ("SELECT key FROM source EXCEPT SELECT value FROM source", "'EXCEPT'", "the sink's table"),
+        ("SELECT key FROM source OFFSET 3", "'OFFSET'", "the sink's table"),
+        ("SELECT offset - value AS n FROM source", "calculates with 'value'", "CAST(CAST(value AS STRING)"),
+        ("SELECT topic, sum(value) AS n FROM source GROUP BY topic", "calculates with 'value'", "CAST(CAST(value"),
     ],
 )
 def test_what_cannot_run_is_an_error(sql: str, what: str, hint: str) -> None:
@@ -80,6 +89,7 @@ def test_what_cannot_run_is_an_error(sql: str, what: str, hint: str) -> None:
         "SELECT value FROM parquet.`/rows`",
         "SHOW TABLES",
         "SELECT value FROM source GROUP topic",
+        "SELECT value FROM source WHERE key IN (SELECT value FROM source)",
     ],
 )
 def test_what_only_spark_can_tell_is_a_doubt(sql: str) -> None:
@@ -91,14 +101,16 @@ def test_what_only_spark_can_tell_is_a_doubt(sql: str) -> None:
 @pytest.mark.parametrize(
     "sql",
     [
-        "SELECT value v FROM source s OFFSET 3",
+        "SELECT value v FROM source s LIMIT 3",
+        "SELECT CASE WHEN offset > 1 THEN 'AS' END AS `my-id`, CAST(CAST(key AS STRING) AS INT) - 1 AS n FROM source",
+        "SELECT key FROM source UNION ALL SELECT value FROM source",
+        "SELECT a.key FROM source a LEFT SEMI JOIN source b ON a.key = b.key",
         "select Key, `value` from SOURCE where Topic = 'FORM a b' -- it's",
         "SELECT transform(split(CAST(value AS STRING), ','), (x, i) -> concat(x, i)) AS words FROM source",
         "WITH a AS (SELECT value AS v FROM source) SELECT v FROM a WHERE v IS NOT NULL",
         "SELECT date_trunc('HOUR', timestamp) AS hour, extract(DAY FROM timestamp) AS day FROM source",
         "SELECT from_json(CAST(value AS STRING), 'a INT').a AS a, current_timestamp AS now FROM source",
         "SELECT uuid() AS id, random() AS r, chr(65) AS c FROM source",
-        "SELECT count(*) OVER w AS n FROM source WINDOW w AS (PARTITION BY topic)",
         "SELECT trim(BOTH 'a' FROM topic) AS t, count(DISTINCT key, topic) AS n FROM source",
         "WITH upper(a, b) AS (SELECT key, value FROM source) SELECT a FROM upper",
         "SELECT sha2.a FROM source sha2(a, b, c, d, e)",
@@ -122,6 +134,13 @@ def test_columns_have_the_types_that_are_certain() -> None:
     assert found.aggregates
     joined = check_sql("SELECT a.key FROM source a JOIN source b ON a.key = b.key", SOURCE, builtin=True)
     assert (joined.columns, joined.aggregates) == (None, False)
+
+
+def test_what_needs_a_watermark_is_told() -> None:
+    outer = check_sql("SELECT a.key FROM source a LEFT JOIN source b ON a.key = b.key", SOURCE, builtin=True)
+    assert (outer.error, outer.outer is not None) == (None, True)
+    assert check_sql("SELECT key FROM source UNION SELECT value FROM source", SOURCE, builtin=True).aggregates
+    assert check_sql("SELECT 1 AS n FROM source HAVING count(*) > 1", SOURCE, builtin=True).aggregates
 
 
 @pytest.fixture

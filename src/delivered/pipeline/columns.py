@@ -52,9 +52,12 @@ def check_columns(pipeline: Definition) -> tuple[Finding, ...]:
                 return (Finding.refusal(UsageError("OUTPUT_MODE.AGGREGATES")),)
             if facts.sorts and pipeline.output_mode != "complete":
                 return (Finding.refusal(UsageError("OUTPUT_MODE.SORTS", mode=pipeline.output_mode)),)
+            if facts.outer is not None and pipeline.dedup is None:
+                return (Finding.refusal(facts.outer),)
             columns = facts.columns
         found: list[Finding] = []
         for endpoint in pipeline.sinks if columns is not None else ():
+            _check_projection(pipeline, endpoint, columns)
             own = project(columns, endpoint.projection)
             _check(endpoint, own)
             found += _audited_by(pipeline, endpoint, own)
@@ -109,6 +112,22 @@ def project(columns: pa.Schema, projection: Projection) -> pa.Schema:
             raise UsageError("SELECT_COLUMN.PLAN", column=item.name, names=", ".join(columns.names))
     kinds = [(i.name, types[i.name.lower()] if i.sql is None else UNKNOWN) for i in projection.items]
     return pa.schema(kinds) if kinds else columns
+
+
+def _check_projection(pipeline: Definition, endpoint: Endpoint, columns: pa.Schema) -> None:
+    """Raises UsageError: `select` or `where` of a sink is no SQL over the rows."""
+    projection = endpoint.projection
+    texts = {f"select {i.sql!r}": f"SELECT {i.sql} FROM source" for i in projection.items if i.sql is not None}  # noqa: S608 - nothing runs it
+    if projection.where is not None:
+        texts[f"where {projection.where!r}"] = f"SELECT 1 AS n FROM source WHERE {projection.where}"  # noqa: S608
+    for what, query in texts.items():
+        error = check_sql(query, {"source": columns}, builtin=_is_builtin(pipeline) and not _has_session()).error
+        if error is None:
+            continue
+        reason = re.sub(r" \(line \d+, .*", "", error.message).replace("The transform's SQL", "it")
+        step = (error.next_step or "").replace("the view `source` has", "the rows have")
+        sink = endpoint.name or endpoint.sink().name
+        raise UsageError("SQL_INVALID.SINK", what=what, sink=sink, reason=reason.rstrip("."), action=step)
 
 
 def _audited_by(pipeline: Definition, endpoint: Endpoint, columns: pa.Schema) -> Iterator[Finding]:

@@ -122,6 +122,7 @@ class SqlFacts:
         columns: of its rows; a type may be `UNKNOWN`. None: unknown.
         aggregates: it aggregates a source over all of its records.
         sorts: its rows are sorted.
+        outer: why it cannot run without a watermark: an outer join of sources.
     """
 
     error: UsageError | None = None
@@ -129,6 +130,7 @@ class SqlFacts:
     columns: pa.Schema | None = None
     aggregates: bool = False
     sorts: bool = False
+    outer: UsageError | None = None
 
 
 def is_readable() -> bool:
@@ -222,6 +224,8 @@ class _Query:
             *(self._unknown_view(table, names) for table in tree.find_all(exp.Table)),
             *(self._unknown_column(column, names) for column in tree.find_all(exp.Column)),
             self._wrong_where(tree, names),
+            self._unstreamed(tree, names),
+            self._wrong_arithmetic(tree, names),
         )
         error = next((p for p in problems if isinstance(p, UsageError)), None)
         doubts = [p for p in problems if isinstance(p, str)] + [odd for odd in (_odd(words),) if odd]
@@ -230,7 +234,8 @@ class _Query:
         if error is None and not names.opaque and tree.find(exp.Table) is None:
             error = self._wrong("SQL_INVALID.NO_SOURCE", "", 0)
         sorts = tree.args.get("order") is not None
-        return SqlFacts(error, columns=self._result(tree, names), aggregates=self._aggregates(tree), sorts=sorts)
+        aggregates = self._aggregates(tree) or (isinstance(tree, exp.Union) and self._merges(tree, names))
+        return SqlFacts(error, "", self._result(tree, names), aggregates, sorts, self._outer(tree, names))
 
     def _wrong(self, condition: str, name: str, start: int, near: Collection[str] = (), hint: str = "") -> UsageError:
         line, at = self._sql.count("\n", 0, start) + 1, start - self._sql.rfind("\n", 0, start)
@@ -282,7 +287,32 @@ class _Query:
                 hint = did_you_mean(two.text, _CLAUSES)
                 words_ = f"{one.text} {two.text} {three.text or self._sql[three.start :].split()[0]}"
                 return self._wrong("SQL_INVALID.WORDS", words_, one.start, hint=hint)
-        return self._comma(words) or self._unknown_type(words) or self._wrong_count(words)
+        checks = (self._comma, self._wrong_alias, self._unclosed_case, self._unknown_type, self._wrong_count)
+        return next((wrong for check in checks if (wrong := check(words)) is not None), None)
+
+    def _wrong_alias(self, words: list[_Word]) -> UsageError | None:
+        """What is no name after AS, and a CAST without AS."""
+        end = _Word("", len(self._sql), is_name=False, quoted=False)
+        for at, (one, two) in enumerate(pairwise(words)):
+            three, four = [*words[at + 2 : at + 4], end, end][:2]
+            if one.lower == "as" and not one.quoted and not two.text:
+                given = self._sql[two.start :].split(",")[0].split()[0]
+                return self._wrong("SQL_INVALID.ALIAS_TEXT", given, two.start)
+            if one.lower == "as" and not one.quoted and two.is_name and not two.quoted and three.text == "-":
+                return self._wrong("SQL_INVALID.ALIAS_DASH", f"{two.text}-{four.text}", two.start)
+            before = words[at - 1].lower if at else ""
+            if one.lower not in ("cast", "try_cast") or one.quoted or two.text != "(" or before in ("as", "with", "."):
+                continue
+            close = _closing(words, at + 1)
+            if all(w.lower != "as" for w in words[at + 2 : close]):
+                return self._wrong("SQL_INVALID.CAST", one.text, one.start)
+        return None
+
+    def _unclosed_case(self, words: list[_Word]) -> UsageError | None:
+        opened = next((a for a, b in pairwise(words) if (a.lower, b.lower) == ("case", "when")), None)
+        if opened is None or any(w.lower == "end" for w in words):
+            return None
+        return self._wrong("SQL_INVALID.CASE", opened.text, opened.start)
 
     def _comma(self, words: list[_Word]) -> UsageError | None:
         """A comma that nothing follows. Older Sparks take FROM for a column then, of a query that reads nothing."""
@@ -393,6 +423,60 @@ class _Query:
                 return self._wrong("SQL_INVALID.WHERE_ALIAS", column.name, _start(column.this))
         return None
 
+    def _reads_streams(self, tree: exp.Query, names: _Names) -> bool:
+        """Whether it is certain that each of its tables is a source."""
+        from sqlglot import exp
+
+        tables = [table.name.lower() for table in tree.find_all(exp.Table)]
+        return bool(tables) and not names.opaque and not names.queries and set(tables) <= self._sources.keys()
+
+    def _unstreamed(self, tree: exp.Query, names: _Names) -> UsageError | str | None:
+        """What Spark has for tables, and not for streams, under any output mode."""
+        from sqlglot import exp
+
+        if not self._reads_streams(tree, names):
+            return None
+        if any(
+            isinstance(select.parent, exp.Subquery) and _is_value(select.parent) for select in tree.find_all(exp.Select)
+        ):
+            return "it has a subquery in an expression"
+        for kind, words in _UNSTREAMED.items():
+            if tree.find(getattr(exp, kind)) is not None:
+                at = re.search(rf"\b{kind if kind != 'Window' else 'over'}\b", self._sql, re.IGNORECASE)
+                return self._wrong("SQL_INVALID.UNSTREAMED", words, at.start() if at else 0)
+        return None
+
+    def _merges(self, tree: exp.Query, names: _Names) -> bool:
+        """Whether a UNION without ALL drops repeats."""
+        return bool(tree.args.get("distinct")) and self._reads_streams(tree, names)
+
+    def _outer(self, tree: exp.Query, names: _Names) -> UsageError | None:
+        from sqlglot import exp
+
+        if not self._reads_streams(tree, names):
+            return None
+        for join in tree.find_all(exp.Join):
+            if join.side and join.kind not in ("SEMI", "ANTI"):
+                at = re.search(rf"\b{join.side}\b", self._sql, re.IGNORECASE)
+                return self._wrong("SQL_INVALID.OUTER_JOIN", f"{join.side} JOIN", at.start() if at else 0)
+        return None
+
+    def _wrong_arithmetic(self, tree: exp.Query, names: _Names) -> UsageError | None:
+        """Of a binary column: Kafka's value is one."""
+        from sqlglot import exp
+
+        binary = {f.name.lower() for s in self._sources.values() for f in s if pa.types.is_binary(f.type)}
+        binary -= {f.name.lower() for s in self._sources.values() for f in s if not pa.types.is_binary(f.type)}
+        if not self._reads_streams(tree, names):
+            return None
+        for sum_ in tree.find_all(exp.Add, exp.Sub, exp.Mul, exp.Div, exp.Mod, exp.Sum, exp.Avg):
+            for side in (sum_.this, sum_.args.get("expression")):
+                name = side.name.lower() if isinstance(side, exp.Column) else ""
+                if name in binary and name not in names.given:
+                    hint = f"CAST(CAST({side.name} AS STRING) AS BIGINT) is the number that it spells; "
+                    return self._wrong("SQL_INVALID.BINARY", side.name, _start(side.this), hint=hint)
+        return None
+
     def _result(self, tree: exp.Query, names: _Names) -> pa.Schema | None:
         """Columns of its rows, where each is named, or is one of the only source."""
         from sqlglot import exp
@@ -432,8 +516,29 @@ class _Query:
         tables = list(tree.find_all(exp.Table))
         if len(tables) != 1 or tables[0].name.lower() not in self._sources:
             return False
-        grouped = tree.args.get("distinct") or tree.args.get("group")
+        grouped = tree.args.get("distinct") or tree.args.get("group") or tree.args.get("having")
         return bool(grouped) or any(item.find(*_aggregates()) for item in tree.expressions)
+
+
+_UNSTREAMED = {"Window": "OVER", "Except": "EXCEPT", "Intersect": "INTERSECT", "Offset": "OFFSET"}
+"""By sqlglot's names."""
+
+
+def _is_value(subquery: exp.Expression) -> bool:
+    """Whether it stands in an expression, and not where a table could."""
+    from sqlglot import exp
+
+    return not isinstance(subquery.parent, exp.From | exp.Join | exp.SetOperation | exp.Subquery | type(None))
+
+
+def _closing(words: list[_Word], at: int) -> int:
+    """Where the parenthesis that opens here closes; there is one."""
+    depth = 0
+    for n, word in enumerate(words[at:], at):
+        depth += (word.text == "(") - (word.text == ")")
+        if not depth:
+            return n
+    return len(words)
 
 
 _QUOTED = re.compile(r"--[^\n]*|/\*.*?\*/|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|`[^`]*`", re.DOTALL)
