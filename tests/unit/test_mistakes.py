@@ -159,7 +159,9 @@ MISTAKES = {
     "outer join": Mistake("plan FILE", "SQL_INVALID", "withWatermark", (
         "FROM source", "FROM source LEFT JOIN source b USING (key)",
     )),
-    "merge": Mistake("plan FILE", "OUTPUT_MODE", "output_mode", ("FROM source", "FROM source UNION SELECT topic FROM source")),
+    "merge": Mistake("plan FILE", "OUTPUT_MODE", "output_mode", (
+        "FROM source", "FROM source UNION SELECT topic FROM source",
+    )),
     "no answer": Mistake("plan FILE", "POSTGRES_UNREACHABLE", "check", (
         "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}",
         "{format: postgres, url: 'postgresql://127.0.0.1:CLOSED/shop', dbtable: orders}",
