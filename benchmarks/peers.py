@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import origin
 from benchmarks.cases import SPARK_KAFKA_JARS
 from delivered.model.capability import Guarantee
 from delivered_lab.brokers.kafka import VERSION as KAFKA_VERSION
@@ -234,7 +235,8 @@ def run(peers: list[str], seeds: int, minutes: float, again: bool) -> None:
                     case = Case(KAFKA, peer.states, "keyed", fault, seed, _service(peer))
                     found = run_case(case, environment)
                     kept_fields = {k: v for k, v in found.to_json().items() if k not in _NOT_STORED}
-                    kept[key] = {**kept_fields, "blocked_s": _blocked_s.get(case.name)}
+                    ran = {name: origin()[name] for name in ("commit", "date")}
+                    kept[key] = {**kept_fields, "blocked_s": _blocked_s.get(case.name), **ran}
                     lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(kept[k])}" for k in sorted(kept))
                     write_file(STORED, f'{{"format": {FORMAT}, "results": {{\n{lines}\n}}}}\n')
                     say = f"{key}: {found.verdict}, {found.fired} faults, {found.lost} lost, {found.duplicated} doubled"
@@ -242,11 +244,16 @@ def run(peers: list[str], seeds: int, minutes: float, again: bool) -> None:
     finally:
         environment.close()
     blocked = {k: float(v["blocked_s"]) for k, v in kept.items() if v.get("blocked_s") is not None}
-    PAGE.write_text(page({k: Result.from_json(v) for k, v in kept.items()}, blocked), encoding="utf-8")
+    found = {k: Result.from_json(v) for k, v in kept.items()}
+    PAGE.write_text(page(found, blocked, [(str(v.get("commit")), v.get("date")) for v in kept.values()]), "utf-8")
 
 
-def page(results: Mapping[str, Result], blocked: Mapping[str, float]) -> str:
-    """What each states, what was seen, and how soon."""
+def page(results: Mapping[str, Result], blocked: Mapping[str, float], origins: Sequence[tuple[str, str | None]]) -> str:
+    """What each states, what was seen, and how soon.
+
+    Args:
+        origins: commit of this project, and the day, of every run; no day: not recorded.
+    """
     there = [p for p in PEERS.values() if any(k.startswith(f"{p.name}/") for k in results)]
     seeds = sorted({r.seed for r in results.values()})
     lines = [
@@ -294,11 +301,19 @@ def page(results: Mapping[str, Result], blocked: Mapping[str, float]) -> str:
     lines += [
         f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())};",
         f"{', '.join((*PACKAGES, *FLINK_PACKAGES))}; Kafka {KAFKA_VERSION} as the broker.",
-        f"Seeds {', '.join(map(str, seeds))}. Repeat with `make peers`, or one product with `python -m",
+        f"{_ran(origins)} Seeds {', '.join(map(str, seeds))}. Repeat with `make peers`, or one product with `python -m",
         "benchmarks.peers --peer quix-eo`. Results in `docs/peers.json` are kept unless you add `--again`.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _ran(origins: Sequence[tuple[str, str | None]]) -> str:
+    known = sorted({(day, commit) for commit, day in origins if day})
+    said = [f"Run {', '.join(f'on {day} at commit {commit}' for day, commit in known)}."] if known else []
+    if unknown := sum(day is None for _, day in origins):
+        said.append(f"Commit and date of {unknown} of {len(origins)} runs were not recorded.")
+    return " ".join(said)
 
 
 def _of(results: Mapping[str, Result], peer: Peer, fault: str) -> list[Result]:
