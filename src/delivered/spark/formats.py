@@ -136,27 +136,21 @@ def _appends_only(name: str, mode: str) -> Refused:
 def _stream_write(
     system: str, options: tuple[tuple[str, str], ...], sender: Sender | None, schema: StructType
 ) -> tuple[PipelineSpec, Sinks, pa.Schema, Callable[[Iterator[pa.RecordBatch]], Iterator[Rows]]]:
-    """What a `StreamWriter` takes. The same for each batch of a query, for which Spark asks for a writer anew."""
+    """What a `StreamWriter` takes. The same for each batch of a query, for which Spark asks for a writer anew.
+
+    Raises:
+        UsageError: only one end of the stream is direct.
+    """
     spec = PipelineSpec.parse(system, dict(options), sender)
-    direct = _direct(spec, schema)
-    if direct:
+    if (spec.direct is not None) != (schema.names == [SLICE_COLUMN]):
+        raise UsageError("DIRECT_HALF", columns=schema.names, verb="is" if spec.direct else "is not")
+    if spec.direct is not None:
+        direct: Direct = loads(spec.direct)
         rows = direct.schema()
         return spec, spec.checked(rows), rows, direct.rows
     columns = to_arrow(schema)
     rows = without_rejected(columns)
     return spec, spec.checked(rows), rows, partial(map, decoder(columns))
-
-
-def _direct(spec: PipelineSpec, schema: StructType) -> Direct | None:
-    """What tasks need to read the source themselves, if the stream carries slices.
-
-    Raises:
-        UsageError: only one end of the stream is direct.
-    """
-    if (spec.direct is not None) != (schema.names == [SLICE_COLUMN]):
-        raise UsageError("DIRECT_HALF", columns=schema.names, verb="is" if spec.direct else "is not")
-    direct: Direct | None = loads(spec.direct) if spec.direct is not None else None
-    return direct
 
 
 def create_table_options(options: Mapping[str, str]) -> dict[str, str] | None:
