@@ -162,6 +162,9 @@ MISTAKES = {
     "merge": Mistake("plan FILE", "OUTPUT_MODE", "output_mode", (
         "FROM source", "FROM source UNION SELECT topic FROM source",
     )),
+    "checkpoint among data": Mistake("plan FILE", "CHECKPOINT_IS_DATA", "another", ("FOLDER/checkpoint", "FOLDER/in")),
+    "no file to watch": Mistake("watch FOLDER/order.yaml", "FILE_UNREADABLE", "did you mean FOLDER/orders.yaml?"),
+    "no file of a status": Mistake("status FILE no.yaml", "FILE_UNREADABLE", "delivered init"),
     "no answer": Mistake("plan FILE", "POSTGRES_UNREACHABLE", "check", (
         "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}",
         "{format: postgres, url: 'postgresql://127.0.0.1:CLOSED/shop', dbtable: orders}",

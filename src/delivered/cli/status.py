@@ -40,6 +40,7 @@ from delivered.operate.asking import files, look, look_at
 from delivered.operate.page import look_with_flow
 from delivered.operate.seals import sealed_text, span
 from delivered.operate.status import Driver, Status, lag_text, not_ready, receivers_text, unanswered
+from delivered.pipeline.file import load_file
 
 PathsArgument = Annotated[
     list[Path], typer.Argument(help="Pipeline files, or folders of them. Default: this folder.", show_default=False)
@@ -48,6 +49,14 @@ VerifiedOption = Annotated[
     Path | None, typer.Option(exists=True, help="Also show these results of `delivered verify`: build/verify.json.")
 ]
 _STYLE = {Driver.RUNNING: "green", Driver.STOPPED: "yellow"}
+
+
+def named_files(paths: Sequence[Path]) -> list[Path]:
+    """As `files`; what is not there when a command starts is misspelt, and refused. Later it is a problem to show."""
+    for path in paths:
+        if not path.exists():
+            load_file(path)
+    return files(paths)
 
 
 def status(
@@ -66,7 +75,7 @@ def status(
 
     Asks ledgers, sinks and sources; needs neither Spark nor a running driver.
     """
-    statuses = look(files(paths))
+    statuses = look(named_files(paths))
     if check:
         return _check(statuses)
     if output is Output.JSON:
@@ -93,7 +102,7 @@ def top(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show the same, again and again, with arrows where lag and rate go; as JSON lines with --output json."""
-    named, stop = files(paths), stop_on_signal()
+    named, stop = named_files(paths), stop_on_signal()
     shown = console()
     trends = Trends()
     with Live(console=shown, auto_refresh=False, screen=False, transient=False) as live:
@@ -123,7 +132,7 @@ def watch(
     """
     from delivered.operate.notify import Message, Notifier
 
-    named, stop = files(paths), stop_on_signal()
+    named, stop = named_files(paths), stop_on_signal()
     show_warnings()
     notifiers: dict[str, Notifier] = {}
 
@@ -163,7 +172,7 @@ def metrics(
     """Metrics for Prometheus, asked from ledgers, sinks and sources at each scrape; no driver need run."""
     from delivered.operate.metrics import serving, text
 
-    named = files(paths)
+    named = named_files(paths)
     if port is None and otlp is None:
         say(text(look(named)).rstrip("\n"))
         return
@@ -189,7 +198,7 @@ def report(
     from delivered.operate.page import page
 
     more = _verified(verified, part=True) if verified is not None else ""
-    out.write_text(page(look_with_flow(files(paths)), more=more), encoding="utf-8")
+    out.write_text(page(look_with_flow(named_files(paths)), more=more), encoding="utf-8")
     say(str(out))
 
 
@@ -232,7 +241,7 @@ def ui(
     from delivered.operate.server import LOCAL, check_port, serve
 
     address_text = f"http://{f'[{address}]' if ':' in address else address}:{port}/"
-    chosen, pipelines = None if token is None else _token(token), files(paths)
+    chosen, pipelines = None if token is None else _token(token), named_files(paths)
     new = secrets.token_urlsafe(24) if token is None and address in LOCAL else None
     check_port(address, port)
     note(f"serving {address_text}{f'?token={new}' if new else ''}")

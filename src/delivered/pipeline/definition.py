@@ -23,7 +23,7 @@ from delivered.model.rows import OnBadRow
 from delivered.model.schedule import Cadence
 from delivered.model.secrets import shown
 from delivered.model.work import Tolerance
-from delivered.pipeline.endpoint import Endpoint, as_text, refuse_passwords
+from delivered.pipeline.endpoint import Endpoint, as_text, is_folder_of, refuse_passwords
 from delivered.pipeline.file import (
     AuditEntry,
     DedupEntry,
@@ -292,6 +292,9 @@ class Definition:
         self.missing_ledger, self.new_target, self.lost_records = missing_ledger, new_target, lost_records
         self.on_bad_row = _on_bad_row(on_bad_row, dead_letter)
         self.dead_letter, self.lineage = dead_letter, lineage
+        data = (e for e in (*self.sources.values(), *self.all_sinks) if is_folder_of(self.checkpoint, e))
+        if (endpoint := next(data, None)) is not None:
+            raise UsageError("CHECKPOINT_IS_DATA", location=self.checkpoint, label=endpoint.label)
         self.notify = None if notify is None else Webhook.of(notify)
         of_sinks = ((s.audit, AuditEntry.model_fields) for s in self.sinks)
         for entry, known in ((audit or {}, PipelineAuditEntry.model_fields), *of_sinks):

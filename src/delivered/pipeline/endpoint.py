@@ -338,6 +338,12 @@ def datasets(endpoint: Endpoint) -> Iterator[tuple[str, str]]:
             yield namespace, name
 
 
+def is_folder_of(location: str, endpoint: Endpoint) -> bool:
+    """Whether a location is the folder of a source or sink, or its file."""
+    path = next((v for k, v in endpoint.options.items() if k.lower() == "path"), "")
+    return bool(path) and _file(path.removeprefix("file://")) == _file(location.removeprefix("file://"))
+
+
 def _file(path: str) -> tuple[str, str]:
     if "://" in path:
         parts = urlsplit(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -260,10 +261,15 @@ def _find_no_match(endpoint: Endpoint, source: Source) -> Iterator[Finding]:
 
 def _find_loop(pipeline: Definition, endpoint: Endpoint) -> Iterator[Finding]:
     """A refusal if the source reads again whatever this sink writes. With `where`, some rows may be meant to return."""
-    read = {place for e in pipeline.sources.values() for place in datasets(e)}
+    read = {(_here(s), name) for e in pipeline.sources.values() for s, name in datasets(e)}
     for server, name in datasets(endpoint) if endpoint.projection.where is None else ():
-        if name and (server, name) in read:
+        if name and (_here(server), name) in read:
             yield Finding.build("SINK_IS_SOURCE", refuses=True, sink=endpoint.label, name=name)
+
+
+def _here(server: str) -> str:
+    """A server of this machine under one name."""
+    return re.sub(r"//(localhost|\[::1\])(?=:|$)", "//127.0.0.1", server)
 
 
 def _find_unencrypted(endpoint: Endpoint, part: Any) -> Iterator[Finding]:
