@@ -40,11 +40,6 @@ def explain(owner: str, name: str, detail: str, what: str, servers: str, known: 
         "_UNKNOWN_PARTITION",
         "UNKNOWN_TOPIC_ID",
     ):
-        topic, _, partition = what.rpartition("-")
-        if topic in known and partition.isdigit() and what not in known:
-            return UsageError(
-                "TOPIC_MISSING.KAFKA_PARTITION", owner=owner, topic=topic, partition=partition, servers=servers
-            )
         near = did_you_mean(what, known)
         return UsageError("TOPIC_MISSING.KAFKA_READ", owner=owner, topic=what, servers=servers, hint=near)
     if name in ("TOPIC_EXCEPTION", "INVALID_TOPIC_EXCEPTION", "INVALID_TOPIC"):

@@ -79,7 +79,13 @@ class KafkaDriverClient:
         if options.partitions is not None:
             for topic, number in options.partitions:
                 if topic in ids and (topic, number) not in found:
-                    raise explain(OWNER, "_UNKNOWN_PARTITION", "", f"{topic}-{number}", options.servers)
+                    raise UsageError(
+                        "TOPIC_MISSING.KAFKA_PARTITION",
+                        owner=OWNER,
+                        topic=topic,
+                        partition=number,
+                        servers=options.servers,
+                    )
             found = {p: None for p in options.partitions if p in found}
         return found, ids
 
