@@ -104,6 +104,7 @@ def test_what_only_spark_can_tell_is_a_doubt(sql: str) -> None:
         "SELECT value v FROM source s LIMIT 3",
         "SELECT CASE WHEN offset > 1 THEN 'AS' END AS `my-id`, CAST(CAST(key AS STRING) AS INT) - 1 AS n FROM source",
         "SELECT key FROM source UNION ALL SELECT value FROM source",
+        "SELECT topic FROM source EXCEPT SELECT 'a' AS topic",
         "SELECT a.key FROM source a LEFT SEMI JOIN source b ON a.key = b.key",
         "select Key, `value` from SOURCE where Topic = 'FORM a b' -- it's",
         "SELECT transform(split(CAST(value AS STRING), ','), (x, i) -> concat(x, i)) AS words FROM source",
@@ -139,6 +140,8 @@ def test_columns_have_the_types_that_are_certain() -> None:
 def test_what_needs_a_watermark_is_told() -> None:
     outer = check_sql("SELECT a.key FROM source a LEFT JOIN source b ON a.key = b.key", SOURCE, builtin=True)
     assert (outer.error, outer.outer is not None) == (None, True)
+    constant = "SELECT key FROM source LEFT JOIN (SELECT 'a' AS topic) AS known USING (topic)"
+    assert check_sql(constant, SOURCE, builtin=True).outer is None
     assert check_sql("SELECT key FROM source UNION SELECT value FROM source", SOURCE, builtin=True).aggregates
     assert check_sql("SELECT 1 AS n FROM source HAVING count(*) > 1", SOURCE, builtin=True).aggregates
 

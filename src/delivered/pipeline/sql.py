@@ -424,11 +424,12 @@ class _Query:
         return None
 
     def _reads_streams(self, tree: exp.Query, names: _Names) -> bool:
-        """Whether it is certain that each of its tables is a source."""
+        """Whether it is certain that each of its tables is a source, and that no part of it is a constant."""
         from sqlglot import exp
 
-        tables = [table.name.lower() for table in tree.find_all(exp.Table)]
-        return bool(tables) and not names.opaque and not names.queries and set(tables) <= self._sources.keys()
+        tables = {table.name.lower() for table in tree.find_all(exp.Table)}
+        constant = any(select.find(exp.Table) is None for select in tree.find_all(exp.Select))
+        return not (constant or names.opaque or names.queries) and tables <= self._sources.keys()
 
     def _unstreamed(self, tree: exp.Query, names: _Names) -> UsageError | str | None:
         """What Spark has for tables, and not for streams, under any output mode."""
