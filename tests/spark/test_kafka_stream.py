@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from tests.kafka_tools import produce
 
 if TYPE_CHECKING:
@@ -31,8 +31,15 @@ def numbers(start: int, end: int) -> list[tuple[bytes | None, bytes | None]]:
 def told(kafka: Any, group: str, topic: str) -> int:
     """A group's committed offset, read by an independent client; -1001: none."""
     consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group})
+    deadline = time.monotonic() + 60
     try:
-        return int(consumer.committed([TopicPartition(topic, 0)], timeout=60)[0].offset)
+        while True:
+            try:
+                return int(consumer.committed([TopicPartition(topic, 0)], timeout=60)[0].offset)
+            except KafkaException as error:  # a broker's first group: its coordinator is not there yet
+                if error.args[0].code() != KafkaError.NOT_COORDINATOR or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
     finally:
         consumer.close()
 
