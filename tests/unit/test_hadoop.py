@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 from pyarrow import fs
 
 from delivered.checkpoint import folder
-from delivered.checkpoint.folder import configure, open_folder, prefixes, remember, store_of
+from delivered.checkpoint.folder import configure, open_folder, prefixes, read_logged, remember, store_of
 from delivered.model.errors import DeliveredError, Refused, Unreachable
+from delivered.model.patience import asking_once
 
 S3 = "s3a://lake/checkpoints/orders"
 KEYS = {"fs.s3a.access.key": "A", "fs.s3a.secret.key": "S"}
@@ -137,3 +139,12 @@ def test_a_process_without_a_session_has_the_pipelines_settings_and_hadoops_file
     )
     remember(S3, {"access_key": "B", "secret_key": "S", "region": "x"})  # a session says more than files
     assert filesystem != open_folder(S3)[0]
+
+
+def test_google_cloud_storage_that_does_not_answer_is_given_up() -> None:
+    """Its client tries for a quarter of an hour, unless told otherwise; the time limit of tests is shorter."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # not listening
+        place = f"127.0.0.1%3A{closed.getsockname()[1]}"
+        with asking_once(1), pytest.raises(Unreachable, match="CHECKPOINT_UNREADABLE"):
+            read_logged(f"gs://anonymous@bucket/c?scheme=http&endpoint_override={place}")

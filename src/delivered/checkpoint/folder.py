@@ -31,7 +31,8 @@ from pyarrow import fs
 from delivered.kits.table.store import put, put_first, sync
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable
 from delivered.model.identity import SOURCE
-from delivered.model.limits import OFFSETS_BYTES_MAX
+from delivered.model.limits import CONNECT_TIMEOUT_S, OFFSETS_BYTES_MAX
+from delivered.model.patience import left_s, patience_s
 from delivered.model.work import CheckpointView, with_format, without_format
 
 Store = Mapping[str, str]
@@ -62,6 +63,9 @@ def from_uri(location: str) -> tuple[fs.FileSystem, str]:
     if not SCHEME.match(location):
         return fs.LocalFileSystem(), location
     uri = re.sub(r"^file:/+", "file:///", location)
+    if uri.startswith(("gs:", "gcs:")) and _GCS_RETRIES not in uri:  # by default, for a quarter of an hour
+        longest_s = left_s(patience_s(answered=False) or CONNECT_TIMEOUT_S)
+        uri += f"{'&' if '?' in uri else '?'}{_GCS_RETRIES}={max(1, round(longest_s))}"
     found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(re.sub(r"^s3[an]:", "s3:", uri))
     return found
 
@@ -71,6 +75,7 @@ def from_uri(location: str) -> tuple[fs.FileSystem, str]:
 SECRETS = ("fs.s3a.access.key", "fs.s3a.secret.key", "fs.s3a.session.token")
 """Settings that may be in a key store instead."""
 S3A = "fs.s3a."
+_GCS_RETRIES = "retry_limit_seconds"
 _DEFAULT = "fs.defaultFS"
 _HDFS = ("dfs.nameservices", "dfs.ha.namenodes.", "dfs.namenode.rpc-address", "dfs.client.failover.")
 _HADOOP_FILES = ("core-site.xml", "hdfs-site.xml")

@@ -99,6 +99,16 @@ def texts(code: str, values: Mapping[str, object]) -> tuple[str, str | None]:
 _MESSAGE_LENGTH_MAX = 20_000
 
 
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_CAUSE = re.compile(r"\s*\n\s*↳\s*")
+_END = re.compile(r"\s*\n\s*(?=\.?\Z)")
+
+
+def _joined(message: str) -> str:
+    """With the causes in one sentence that Rust's libraries, delta-rs among them, put on coloured lines of their own."""
+    return _END.sub("", _CAUSE.sub(": ", _COLOUR.sub("", message)))
+
+
 def _bounded(message: str) -> str:
     """A message may quote a value of any length, and is copied into logs, progress and pages."""
     if len(message) <= _MESSAGE_LENGTH_MAX:
@@ -136,7 +146,7 @@ class DeliveredError(Exception):
         self.code, _, self.condition = f"DELIVERED_{code}".partition(".")
         # On one line: it may quote a record or a server, and the driver reads a worker's error by lines.
         # Without secrets: it becomes text of logs, pages, reports, Spark's own log and lineage events.
-        self.message = _bounded(without_passwords(one_line(message)))
+        self.message = _bounded(without_passwords(one_line(_joined(message))))
         self.next_step = without_passwords(one_line(next_step)) if next_step is not None else None
         super().__init__(code, self.message, self.next_step)
 
