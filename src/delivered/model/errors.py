@@ -105,7 +105,7 @@ _END = re.compile(r"\s*\n\s*(?=\.?\Z)")
 
 
 def _joined(message: str) -> str:
-    """With the causes in one sentence that Rust's libraries, delta-rs among them, put on coloured lines of their own."""
+    """With the causes in one sentence that delta-rs puts on coloured lines of their own."""
     return _END.sub("", _CAUSE.sub(": ", _COLOUR.sub("", message)))
 
 
