@@ -61,7 +61,7 @@ def test_a_wrong_share(share: str | float) -> None:
 def test_the_pipeline_declares_it(tmp_path: Path) -> None:
     def declared(**audit: object) -> Cadence | None:
         return delivered.Pipeline(
-            name="p", guarantee="exactly_once", checkpoint=tmp_path, source=delivered.log(str(tmp_path)),
+            name="p", guarantee="exactly_once", checkpoint=tmp_path / "c", source=delivered.log(str(tmp_path)),
             sinks=[delivered.sqlite(str(tmp_path / "o"), "o")], audit=audit,
         ).audit_every  # fmt: skip
 
@@ -77,7 +77,11 @@ def test_a_sink_has_no_interval_of_its_own(tmp_path: Path) -> None:
     sink = delivered.endpoint("sqlite", path=str(tmp_path / "o"), table="o", audit={"every": "15 min"})
     with pytest.raises(UsageError, match="known: id, key, own"):
         delivered.Pipeline(
-            name="p", guarantee="exactly_once", checkpoint=tmp_path, source=delivered.log(str(tmp_path)), sinks=[sink]
+            name="p",
+            guarantee="exactly_once",
+            checkpoint=tmp_path / "c",
+            source=delivered.log(str(tmp_path)),
+            sinks=[sink],
         )
 
 
