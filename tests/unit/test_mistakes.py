@@ -93,6 +93,10 @@ MISTAKES = {
     "keyword": Mistake("plan FILE", "SQL_INVALID", "did you mean SELECT?", ("SELECT", "SELEC")),
     "function": Mistake("plan FILE", "SQL_INVALID", "did you mean upper?", ("CAST(value AS STRING)", "uper(value)")),
     "arguments": Mistake("plan FILE", "SQL_INVALID", "takes 2 arguments", ("CAST(value AS STRING)", "sha2(value)")),
+    "setting of librdkafka": Mistake("plan FILE", "OPTION_UNKNOWN", "did you mean kafka.compression.type?", (
+        "{format: sqlite, path: FOLDER/out.db, table: orders, ifNotExists: false}",
+        "{format: kafka, kafka.bootstrap.servers: '127.0.0.1:CLOSED', topic: orders, kafka.compresion.type: zstd}",
+    )),
     "other tool's name": Mistake("plan FILE", "OPTION_UNKNOWN", "write 'path'", ("log, path:", "log, location:")),
     "view": Mistake("plan FILE", "SQL_INVALID", "did you mean source?", ("FROM source", "FROM sources")),
     "type": Mistake("plan FILE", "COLUMN_TYPE", "cast", ("CAST(value AS STRING)", "CAST(value AS BIGINT)")),

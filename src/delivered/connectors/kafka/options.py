@@ -29,7 +29,7 @@ from delivered.contract.source import Offsets
 from delivered.kits.options import data_loss_option, headers_option, message_id_columns, names, not_blank
 from delivered.kits.schemas import FormatOptions
 from delivered.model.capability import Guarantee
-from delivered.model.errors import InvariantBroken, MissingExtra, UsageError
+from delivered.model.errors import InvariantBroken, MissingExtra, UsageError, did_you_mean
 from delivered.model.identity import fitted_name
 from delivered.model.limits import DECOMPRESSED_BYTES_MAX, TRANSACTION_TIMEOUT_S
 from delivered.model.options import REFERENCES, Option, Options, OptionType, Unfit, choice, integer, option, several
@@ -694,6 +694,31 @@ SOURCE_SETTINGS = _SETTINGS | {
 }
 
 
+_USUAL = (
+    SINK_SETTINGS
+    | SOURCE_SETTINGS
+    | {
+        *("batch.size", "batch.num.messages", "partitioner", "request.timeout.ms", "retries", "retry.backoff.ms"),
+        *("queue.buffering.max.kbytes", "queue.buffering.max.messages", "compression.level", "statistics.interval.ms"),
+        *("client.rack", "fetch.min.bytes", "session.timeout.ms", "socket.keepalive.enable", "socket.timeout.ms"),
+        *(
+            "metadata.max.age.ms",
+            "connections.max.idle.ms",
+            "reconnect.backoff.ms",
+            "reconnect.backoff.max.ms",
+            "debug",
+        ),
+        *(
+            "broker.address.family",
+            "client.dns.lookup",
+            "max.in.flight.requests.per.connection",
+            "receive.message.max.bytes",
+        ),
+    }
+)
+"""Those that a misspelt one may mean: librdkafka has no list to ask for."""
+
+
 def by_arrow(owner: str, through: str, client: Mapping[str, str], known: Set[str]) -> bool:
     """Whether the option `client` (`through`) selects arrow. Raises UsageError: it is arrow, which lacks something."""
     missing = "client is librdkafka" if through == "librdkafka" else find_lack(client, known)
@@ -754,5 +779,11 @@ def check_settings(owner: str, client: Mapping[str, str]) -> None:
             connect(make, owner, known)
         except UsageError:  # it may name an alias: name what the user wrote
             for name, value in known.items():
-                connect(make, owner, {name: value})
+                try:
+                    connect(make, owner, {name: value})
+                except UsageError as error:
+                    code, message, step = error.args
+                    unknown = error.code == "DELIVERED_OPTION_UNKNOWN"
+                    near = did_you_mean(f"kafka.{name}", [f"kafka.{n}" for n in _USUAL]) if unknown else ""
+                    raise UsageError(code, message, f"{near}{step}") from None
             raise
