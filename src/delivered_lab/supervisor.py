@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -19,6 +22,27 @@ from delivered import DeliveredError
 from delivered.crash import CRASH, CRASH_DIR, HIT_SUFFIX, RELEASED_SUFFIX, CrashAction, parse
 
 _POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
+_LASTING = ThreadPoolExecutor(1, "delivered-starter")
+"""For Linux, the thread that starts a process is its parent: this one lives as long as ours."""
+
+
+def start_with_us(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """A program in a session of its own that ends with this process, even if this one is killed (Linux).
+
+    Args:
+        options: of `subprocess.Popen`.
+    """
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_us, **options)
+
+    return _LASTING.submit(start).result()
+
+
+def _end_with_us() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 import psutil
+import pytest
 
 from delivered_lab.supervisor import kill_tree
 
@@ -25,3 +27,23 @@ def test_the_number_of_a_process_that_was_waited_for_may_be_anothers() -> None:
     assert kill_tree(other) == 1
     other.wait()
     parent.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent ended")
+def test_what_the_verifier_started_ends_with_it() -> None:
+    """From a thread that ends before: for Linux, it would be the parent."""
+    started = (
+        "import threading, time; from delivered_lab.supervisor import start_with_us\n"
+        "start = lambda: print(start_with_us(['sleep', '600']).pid, flush=True)\n"
+        "one = threading.Thread(target=start); one.start(); one.join(); print('ended', flush=True); time.sleep(600)"
+    )
+    verifier = subprocess.Popen([sys.executable, "-c", started], stdout=subprocess.PIPE, text=True)
+    assert verifier.stdout is not None
+    child = psutil.Process(int(verifier.stdout.readline()))
+    assert verifier.stdout.readline() == "ended\n"
+    assert child.status() != psutil.STATUS_ZOMBIE
+    verifier.kill()
+    verifier.wait()
+    verifier.stdout.close()
+    gone, alive = psutil.wait_procs([child], timeout=60)
+    assert gone and not alive

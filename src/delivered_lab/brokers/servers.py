@@ -8,7 +8,6 @@ server is in its data folder.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import hashlib
 import importlib
@@ -25,7 +24,6 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,16 +35,12 @@ import psutil
 
 from delivered import DeliveredError, MissingExtra
 from delivered.machine import cache_folder, java_home
-from delivered_lab.supervisor import wait_dead
+from delivered_lab.supervisor import start_with_us, wait_dead
 
 PORTS_LOW, PORTS_HIGH = 20_000, 32_000
 """Below Linux's ephemeral ports: while a server is down, no outgoing connection can take its port."""
 
 STOP_TIMEOUT_S = 30.0
-_PR_SET_PDEATHSIG = 1
-
-_LASTING = ThreadPoolExecutor(1, "delivered-servers")
-"""One starter thread for all: a server would end with the thread that started it."""
 
 
 @dataclass(frozen=True)
@@ -73,27 +67,13 @@ class Identity:
 
 def launch(command: Sequence[str], log: Path, dies_with_parent: bool) -> Identity:
     """Start a program in a session of its own, with its output appended to `log`."""
-    if dies_with_parent:
-        # For Linux the starting thread is the parent: this one lives as long as the process.
-        return _LASTING.submit(_launch, command, log, True).result()
-    return _launch(command, log, False)
-
-
-def _launch(command: Sequence[str], log: Path, dies_with_parent: bool) -> Identity:
     with log.open("ab") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=_die_with_parent if dies_with_parent else None,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+        if dies_with_parent:
+            process = start_with_us(command, **streams)
+        else:
+            process = subprocess.Popen(command, start_new_session=True, **streams)
     return Identity(process.pid, psutil.Process(process.pid).create_time())
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end(identity: Identity, kill: bool = False, ask: signal.Signals = signal.SIGTERM) -> bool:

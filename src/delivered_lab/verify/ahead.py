@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
 
-from delivered_lab.supervisor import kill_tree
+from delivered_lab.supervisor import kill_tree, start_with_us
 from delivered_lab.verify.services import variables
 
 COMMAND = (sys.executable, "-m", "delivered_lab.verify.driver")
@@ -51,12 +51,8 @@ class Driver:
         self.task: Task | None = None
         self.spent = False
         self._runs = 0
-        self._process = subprocess.Popen(
-            [*command, str(log)],
-            env=variables(env),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
+        self._process = start_with_us(
+            [*command, str(log)], env=variables(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._unread = b""
         self._ready = False

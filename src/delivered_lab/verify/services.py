@@ -23,7 +23,7 @@ import psutil
 from delivered import DeliveredError, MissingExtra
 from delivered.crash import CRASH, CRASH_DIR
 from delivered.machine import java_home
-from delivered_lab.supervisor import Hit, hits, kill_tree, release
+from delivered_lab.supervisor import Hit, hits, kill_tree, release, start_with_us
 from delivered_lab.verify.evidence import End, History, Stop
 from delivered_lab.verify.systems.base import QueueSource, wait_for
 from delivered_lab.verify.workloads import Workload
@@ -208,13 +208,8 @@ def start(
         running = driver.ask(command[len(DELIVERED) :], {**(env or {}), **points}, output, output)
         return Run(number, running, crash_folder, output, ahead=True, role=role)
     with output.open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            env=variables(env) | points,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        process = start_with_us(
+            command, env=variables(env) | points, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
         )
     return Run(number, process, crash_folder, output, role=role)
 
@@ -513,6 +508,4 @@ class Cluster:
         }
         with (self._folder / f"{name}.log").open("wb") as out:
             command = [str(self._home / "bin" / "spark-class"), role, "--host", host, "--webui-port", "0", *arguments]
-            self._processes.append(
-                subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-            )
+            self._processes.append(start_with_us(command, env=env, stdout=out, stderr=subprocess.STDOUT))
