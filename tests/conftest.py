@@ -51,7 +51,7 @@ logging.getLogger("rocketmq-python-client").setLevel(logging.CRITICAL)
 
 
 SERVERS = ("rocketmq", "pulsar", "kafka", "mysql", "postgres", "rabbitmq", "activemq")
-FIRST = ("spark", "unit", "kafka", "pulsar", "postgres", "mysql", "rabbitmq", "activemq", "s3", "rocketmq")
+FIRST = ("spark", "unit", "kafka", "mortal", "pulsar", "postgres", "mysql", "rabbitmq", "activemq", "s3", "rocketmq")
 """What `make test` starts first, by group or folder: the slowest tests, and those without servers while these are
 fetched. A server lives until its process ends: RocketMQ, which takes 7 % of a processor while idle, comes last."""
 
@@ -65,6 +65,8 @@ def _group(item: pytest.Item) -> str:
     if "spark" in used:
         # Two sessions of about the same time: a single one would be the last to end.
         return f"spark/session{zlib.crc32(f's{item.path.stem}'.encode()) % 2}"
+    if "mortal_kafka" in used:
+        return "mortal"
     callspec = getattr(item, "callspec", None)
     if callspec is not None:  # fixtures requested by name in parameters
         used |= set(re.split(r"[^a-z0-9]+", callspec.id))

@@ -91,6 +91,7 @@ def orders(server: Any, tmp_path: Path) -> TableOrders:
     return TableOrders(tmp_path, server=server)
 
 
+@pytest.mark.parametrize("server", ON_MYSQL, indirect=True)
 def test_an_audit_reads_what_is_new_and_finds_damage_there(orders: TableOrders) -> None:
     orders.run(2)
     first = orders.audit()

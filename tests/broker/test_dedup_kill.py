@@ -155,7 +155,7 @@ WORLDS: dict[str, Callable[[pytest.FixtureRequest], World]] = {
 }
 
 
-SWEEPS = {"sqlite", "postgres-two-phase", "mysql-one-transaction", "mysql-two-phase"}
+SWEEPS = {"postgres-one-transaction", "postgres-two-phase", "mysql-one-transaction", "mysql-two-phase"}
 """Left to `make verify`: the key table's conformance suite covers each of them in `make test`."""
 
 

@@ -111,6 +111,7 @@ def _fetch_of_nothing(topic: str) -> Any:
     )
 
 
+@pytest.mark.matrix  # test_kafka_two_phase.py kills a broker with requests in flight
 def test_requests_in_flight_fail_when_the_connection_breaks(mortal_kafka: Any) -> None:
     kafka = mortal_kafka
     topic = kafka.topic(1)

@@ -425,6 +425,7 @@ def test_the_owner_is_remembered_with_those_before_it(rig: Rig, opened: Callable
     assert (owner.id, len(owner.superseded), owner.superseded[0]) == ("o19", OWNERS_REMEMBERED, "o18")
 
 
+@pytest.mark.matrix  # test_kafka_three_brokers.py restarts those of a ledger
 def test_a_decision_waits_for_a_broker_that_restarts(mortal_kafka: Any) -> None:
     kafka = mortal_kafka
     rig = Rig(kafka, "no-data-here")

@@ -317,6 +317,7 @@ def test_p28_undisturbed_batches_are_not_looked_for(rig: Rig, monkeypatch: pytes
 # -- permissions -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix  # a broker with accounts; the tests above do what Alter permits
 def test_p28_without_alter_on_the_cluster_the_start_is_refused_with_the_command(
     new_kafka: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

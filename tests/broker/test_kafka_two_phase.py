@@ -115,6 +115,7 @@ def test_many_participants_end_together_each_with_its_own_outcome(rig: Rig) -> N
     assert rig.visible() == rig.expected([0], rest)
 
 
+@pytest.mark.matrix  # a dead broker is below, many participants above
 def test_many_participants_of_a_dead_broker_have_unknown_outcomes_and_end_after_its_restart(
     mortal_kafka: Any, client: str
 ) -> None:
@@ -209,6 +210,7 @@ def begun(rig: Rig, value: bytes) -> Writer:
     return writer
 
 
+@pytest.mark.matrix  # the same sequences: test_kafka_sink.py, test_kafka_lost_answers.py
 @pytest.mark.parametrize("killed", ["once"])
 def test_a_broker_killed_while_a_shard_is_sent_stores_it_once_and_in_order(
     mortal_kafka: Any, client: str, killed: str

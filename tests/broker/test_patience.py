@@ -54,6 +54,7 @@ def once_told() -> Iterator[Callable[[Callable[[], None]], list[str]]]:
         log.removeHandler(handler)
 
 
+@pytest.mark.matrix  # test_database_outage.py waits for a server, unit/test_patience.py tells it
 def test_run_waits_for_its_server(new_postgres: Callable[..., Any], once_told: Any, tmp_path: Path) -> None:
     server = new_postgres()
     server.execute("CREATE TABLE orders (key bytea, value bytea)")

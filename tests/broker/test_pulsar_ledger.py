@@ -103,6 +103,7 @@ def test_of_two_drivers_at_once_each_decision_is_of_the_newest(pulsar: Pulsar) -
     assert kept(sink, scope) == sorted(won)
 
 
+@pytest.mark.matrix  # of the server, not of what we do
 def test_a_fenced_producer_may_have_stored_what_it_reports_as_fenced(pulsar: Pulsar) -> None:
     """Why the ledger does not rely on the access mode ExclusiveWithFencing: its error is not definite. No message is
     stored behind the first one of the producer that fenced it."""

@@ -91,6 +91,7 @@ def test_the_same_range_gives_the_same_rows_over_gaps_and_the_limit_cuts_it(rabb
         assert [n for s, e in cut for n in numbers(read(src, s, e))] == list(range(100))
 
 
+@pytest.mark.matrix  # the next test has an end within the last chunk
 def test_the_end_is_known_when_a_sender_was_told_that_its_messages_are_in(rabbitmq: Rabbitmq) -> None:
     """In bursts of any size: an end within the last chunk would make available-now miss messages."""
     stream, sent = rabbitmq.queue("stream"), 0

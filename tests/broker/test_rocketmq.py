@@ -143,6 +143,7 @@ def _hidden_for_longer(rocketmq: Rocketmq, kind: str, invisible_s: int) -> bool:
     return not late
 
 
+@pytest.mark.matrix  # conformance/test_queues.py: what was held comes again
 def test_what_arrives_when_a_receiver_has_just_ended_is_not_forgotten(rocketmq: Rocketmq) -> None:
     """Long polls outlive their receiver at the broker for seconds: messages are delivered to nobody."""
     topic, group = rocketmq.topic(), rocketmq.group()

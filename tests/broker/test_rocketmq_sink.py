@@ -27,8 +27,6 @@ from delivered.pipeline.registry import find_sink
 
 parse = RocketmqOptions.parse
 
-QUICK = {("at_least_once", "write.flush:after")}
-
 
 def sink(folder: Path, rocketmq: Rocketmq, topic: str, **options: str) -> Any:
     ledger = str(folder / "ledger.db")
@@ -50,14 +48,9 @@ def test_all_rows_arrive_with_ids_that_a_replay_repeats(rocketmq: Rocketmq, tmp_
     assert {v for i, _, v in found if i == "p.s.i.0.0.17"} == {b"row 17"}
 
 
-@pytest.mark.parametrize(
-    ("guarantee", "point"),
-    [
-        pytest.param(g, p, marks=() if (g, p) in QUICK else pytest.mark.matrix)
-        for g in ("at_least_once", "at_most_once")
-        for p in POINTS
-    ],
-)
+@pytest.mark.matrix  # test_rocketmq_transactions.py kills a sender, test_activemq_sink.py one without transactions
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
 def test_killed_and_started_again(rocketmq: Rocketmq, tmp_path: Path, guarantee: str, point: str) -> None:
     topic = rocketmq.topic()
     options = {"format": "rocketmq", "endpoints": rocketmq.url, "topic": topic}

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from tests.support.keyed_stores import STORES, Store
 from tests.support.sinks import Rig
+from tests.support.sweeps import once_each
 
 import delivered
 from delivered.engine.context import Context
@@ -30,7 +31,7 @@ Row = tuple[int, int, str, int | None]
 _count = iter(range(10_000))
 
 
-@pytest.fixture(params=DATABASES)
+@pytest.fixture(params=once_each(DATABASES))
 def store(request: pytest.FixtureRequest) -> Store:
     return STORES[request.param](request)
 

@@ -14,6 +14,7 @@ import pytest
 from tests.support.dedup import by_key, hashed, once, with_helpers
 from tests.support.scans import scanned
 from tests.support.sinks import SCHEMA, SINKS
+from tests.support.sweeps import once_each
 
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
@@ -117,7 +118,7 @@ class Once:
             return int(connection.execute(sql, {}).fetchone()[0])
 
 
-@pytest.fixture(params=KEY_TABLES)
+@pytest.fixture(params=once_each(KEY_TABLES))
 def once_(request: pytest.FixtureRequest) -> Once:
     return Once(SINKS[request.param](request))
 

@@ -12,6 +12,7 @@ import pytest
 from tests.support.keyed_stores import STORES, Store
 from tests.support.scans import scanned_table
 from tests.support.sinks import Rig, offsets
+from tests.support.sweeps import once_each
 
 from delivered.connectors.mysql import CONNECTOR as MYSQL
 from delivered.connectors.postgres import CONNECTOR as POSTGRES
@@ -38,7 +39,7 @@ ADDED: dict[str, tuple[pa.DataType, Any]] = {
 _count = iter(range(10_000))
 
 
-@pytest.fixture(params=DATABASES)
+@pytest.fixture(params=once_each(DATABASES))
 def store(request: pytest.FixtureRequest) -> Store:
     return STORES[request.param](request)
 

@@ -180,5 +180,5 @@ def points(guarantee: str) -> list[str]:
 
 
 def recovers_or_stages(point: str) -> bool:
-    """Where the second batch is not in the sink yet: `make test` kills an engine in memory there, and recoveries."""
+    """Where the second batch is not in the sink yet: `make test` kills processes of the toy there, and recoveries."""
     return point.startswith(("recover.", "write.stage:"))

@@ -5,11 +5,13 @@ at every point of that path."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pyarrow as pa
 import pytest
 from tests.crash.group_sim import GroupSim
 from tests.crash.sim import Crash, Sim, again, codes, other_rows, points
-from tests.support.sweeps import occurrences
+from tests.support.sweeps import occurrences, sweep
 
 from delivered.audit.evidence import Counts, breaches, check_history
 from delivered.engine.decide import LOST
@@ -78,8 +80,11 @@ def test_other_rows_are_never_given_up() -> None:
 
 
 @occurrences(3)
-@pytest.mark.parametrize("how", ["tree", "fail"])
-@pytest.mark.parametrize("group", [False, True], ids=["one sink", "two sinks"])
+@pytest.mark.parametrize(
+    ("group", "how"),
+    sweep(product([False, True], ["tree", "fail"]), lambda group, how: group == (how == "tree")),
+    ids=["one sink-tree", "one sink-fail", "two sinks-tree", "two sinks-fail"],
+)
 def test_crash_at_every_point_while_missing_records_are_given_up(group: bool, how: str, nth_max: int) -> None:
     """Prepared rows expire at each restart, too."""
     wrong, hit = [], set()

@@ -12,11 +12,16 @@ from delivered.model.step import Role
 
 
 @occurrences(NTH_MAX)
-@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(
-    ("guarantee", "commit"),
-    # How a sink commits is irrelevant under the weaker guarantees.
-    sweep(CASES, lambda guarantee, commit: guarantee is Guarantee.EXACTLY_ONCE or commit is Commit.TWO_PHASE),
+    ("guarantee", "commit", "how"),
+    sweep(
+        [(*case, how) for case in CASES for how in HOWS],
+        # How a sink commits is irrelevant under the weaker guarantees.
+        # test_sqlite_crash.py has zombies of one transaction.
+        lambda guarantee, commit, how: (
+            commit is Commit.TWO_PHASE or (guarantee is Guarantee.EXACTLY_ONCE and how != "zombie")
+        ),
+    ),
 )
 def test_one_crash_at_every_point(guarantee: Guarantee, commit: Commit, how: str, nth_max: int) -> None:
     hit: set[str] = set()

@@ -9,13 +9,15 @@ import json
 import shutil
 import signal
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.crash.killed import PARTITIONS, World, points
+from tests.crash.killed import PARTITIONS, World, points, recovers_or_stages
 from tests.support.embedded_pipeline import PIPELINE
 from tests.support.scans import scanned
+from tests.support.sweeps import sweep
 from tests.support.toy import toy
 from tests.support.zygote import Zygote
 
@@ -26,6 +28,8 @@ from delivered.model.work import Ok
 GUARANTEES = ("exactly_once", "at_least_once", "at_most_once")
 WEAKER = {"at_least_once": pytest.mark.matrix, "at_most_once": pytest.mark.matrix}
 """`make test` sweeps these over memory and SQLite."""
+OF_OTHERS = {"recover.claim:after", "write.{}:before"}
+"""Where `make test` stops zombies over SQLite and Delta only."""
 
 
 def where(point: str, guarantee: str) -> str:
@@ -70,7 +74,8 @@ def world(log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequ
 
 @pytest.mark.parametrize(
     ("world", "point"),
-    [pytest.param(g, p, marks=WEAKER.get(g, ())) for g in GUARANTEES for p in points(g)],
+    # `make test` kills SQLite and files at the other points of the second batch.
+    sweep([(g, p) for g in GUARANTEES for p in points(g)], lambda g, p: g == "exactly_once" and recovers_or_stages(p)),
     indirect=["world"],
 )
 def test_killed_once_at_each_point(world: ToyWorld, point: str) -> None:
@@ -89,8 +94,12 @@ def test_without_a_crash_nothing_is_lost_or_repeated(world: ToyWorld) -> None:
     assert world.judge() == (0, 0)
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("nth", range(1, PARTITIONS + 1))
+@pytest.mark.parametrize(
+    ("nth", "moment"),
+    sweep(
+        product(range(1, PARTITIONS + 1), ["before", "after"]), lambda nth, moment: (nth == 1) == (moment == "after")
+    ),
+)
 def test_killed_between_two_commits(world: ToyWorld, nth: int, moment: str) -> None:
     """P27: one shard of a decided batch is visible, the next is not."""
     assert world.run(f"commit.apply:{moment}#{nth}@batch=1!kill") == -signal.SIGKILL
@@ -105,7 +114,13 @@ def test_killed_again_while_recovering(world: ToyWorld) -> None:
 
 
 @pytest.mark.parametrize("world", [pytest.param(g, marks=WEAKER.get(g, ())) for g in GUARANTEES], indirect=True)
-@pytest.mark.parametrize("stop_at", ["recover.claim:after", "write.{}:after", "write.{}:before", "commit.{}:before"])
+@pytest.mark.parametrize(
+    "stop_at",
+    sweep(
+        ["recover.claim:after", "write.{}:after", "write.{}:before", "commit.{}:before"],
+        lambda stop_at: stop_at not in OF_OTHERS,
+    ),
+)
 def test_zombie_driver_is_fenced(world: ToyWorld, stop_at: str) -> None:
     """F7: a process stopped past every timeout resumes after another one has finished its work."""
     world.fence_a_zombie(stop_at)

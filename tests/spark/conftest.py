@@ -44,3 +44,12 @@ def spark(spark_kafka_jars: str) -> Iterator[SparkSession]:
     made.sparkContext.setLogLevel("ERROR")
     yield made
     made.stop()
+
+
+@pytest.fixture(scope="module")
+def small_shuffles(spark: SparkSession) -> Iterator[None]:
+    """Two partitions behind a shuffle, not 200, each of which keeps state in files of its own."""
+    before = spark.conf.get("spark.sql.shuffle.partitions")
+    spark.conf.set("spark.sql.shuffle.partitions", "2")
+    yield
+    spark.conf.set("spark.sql.shuffle.partitions", before)

@@ -193,7 +193,7 @@ def database(r: Reader, server: str, columns: str, page_url: str, page_table: st
     return str(table)
 
 
-@PAGES("docs/connectors/postgres.md", "postgres")
+@PAGES("docs/connectors/postgres.md", "postgres", matrix=True)
 def postgres(r: Reader) -> Iterator[None]:
     table = database(r, "postgres", "value text", "postgresql://db.example:5432/shop", "public.orders")
     r.names["orders"] = stream(r, "CAST(value AS STRING) AS value")
@@ -201,7 +201,7 @@ def postgres(r: Reader) -> Iterator[None]:
     assert r.server("postgres").execute(f"SELECT count(*) FROM {table}") == [(RECORDS,)]
 
 
-@PAGES("docs/connectors/mysql.md", "mysql")
+@PAGES("docs/connectors/mysql.md", "mysql", matrix=True)
 def mysql(r: Reader) -> Iterator[None]:
     table = database(r, "mysql", "value text", "mysql://db.example:3306/shop", "orders")
     r.names["orders"] = stream(r, "CAST(value AS STRING) AS value")
@@ -309,7 +309,7 @@ def dead_letters(r: Reader) -> Iterator[None]:
     assert sorted(line.split(" ", 3)[3].partition(":")[0] for line in found) == ["JSONDecodeError", "ZeroDivisionError"]
 
 
-@PAGES("docs/schemas.md", "kafka", "registry")
+@PAGES("docs/schemas.md", "kafka", "registry", matrix=True)
 def schemas(r: Reader) -> Iterator[None]:
     (topic,) = topics(r, "orders")
     r.server("kafka").admin().delete_topics([topic])[topic].result(30)  # the page makes it

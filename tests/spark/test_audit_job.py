@@ -106,6 +106,7 @@ def test_samples_name_the_record_and_are_bounded(spark: SparkSession) -> None:
     assert result.counts.lost == 10
 
 
+@pytest.mark.matrix  # the test of records without an id has them among others
 def test_without_an_id_a_record_is_told_by_its_content(spark: SparkSession) -> None:
     """Without ids, an altered record looks like a lost and an unexpected one."""
     result = audit(spark, [altered(SENT[0]), *SENT[1:]], id_sql=None)
@@ -139,6 +140,7 @@ def test_empty_against_empty(spark: SparkSession) -> None:
     assert audit(spark, SENT, sent=[]).counts == Counts(0, 12, unexpected=12)
 
 
+@pytest.mark.matrix  # test_audit_pipeline.py has an undecided batch
 def test_batches_in_progress_may_be_there(spark: SparkSession) -> None:
     origins = Slots()
     must, ahead = frame(spark, SENT[:10], ID, origins), frame(spark, SENT[10:], ID, origins)

@@ -40,6 +40,7 @@ ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvi
 COUNTS = "SELECT CAST(key AS STRING) AS k, count(*) AS n FROM source GROUP BY k"
 
 
+@pytest.mark.matrix  # the next test cuts the same files
 @checkpoint(
     "a log file that a power failure cut off", "refused", "`CHECKPOINT_DAMAGED`, which says what to delete or restore"
 )
@@ -267,9 +268,10 @@ def test_sources_of_a_query_with_state(spark: SparkSession, tmp_path: Path) -> N
     assert counted(35)
 
 
+@pytest.mark.matrix  # the next test for SQLite; unit/test_delta.py and unit/test_iceberg.py merge schemas
 @checkpoint("a nullable column, added: Delta, Iceberg", "continues", "with `mergeSchema`; earlier rows are null there")
 @checkpoint("a nullable column, removed: Delta, Iceberg", "continues", "new rows are null there")
-@pytest.mark.parametrize("kind", ["delta", pytest.param("iceberg", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("kind", ["delta", "iceberg"])
 def test_columns_of_a_lake_table(spark: SparkSession, tmp_path: Path, kind: str) -> None:
     lake = tmp_path / "lake"
     where = {"path": str(lake)} if kind == "delta" else {"table": "shop.rows", "warehouse": str(lake)}

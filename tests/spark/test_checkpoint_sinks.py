@@ -47,6 +47,7 @@ def whole(*starts: int) -> dict[int, int]:
     return dict.fromkeys(starts, 20)
 
 
+@pytest.mark.matrix  # crash/test_group.py: sinks that come, go and change places
 @checkpoint("a sink, added to others", "continues", "it gets the rows from the next batch on")
 @checkpoint("a sink, removed", "continues", "what it has stays")
 @checkpoint("the order of the sinks", "continues", "the first one's ledger decides, and the batches so far are known")

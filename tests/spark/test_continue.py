@@ -23,6 +23,7 @@ def orders(spark: SparkSession, tmp_path: Path) -> Orders:
     return Orders(tmp_path, comparing=partial(in_spark, spark))
 
 
+@pytest.mark.matrix  # the next one continues in Spark, unit/test_continue.py finds the damage
 def test_each_audit_reads_what_is_new(orders: Orders) -> None:
     orders.run(2)
     assert orders.audit().counts == clean(2 * ROWS)

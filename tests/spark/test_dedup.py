@@ -92,7 +92,7 @@ def told() -> list[Record]:
 
 
 @pytest.fixture(scope="module")
-def ran(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ran(spark: SparkSession, small_shuffles: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("once")
     produce(folder / "log", told())
     assert pipeline(folder, 30, WITHIN).start(spark).awaitTermination(WAIT_S)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 WAIT_S = 120.0
 
 
+@pytest.mark.matrix  # test_idiom_errors.py runs the same idiom
 def test_load_write_stream(kafka: Any, spark: SparkSession, tmp_path: Path) -> None:
     delivered.register(spark)
     source, sink = kafka.topic(2), kafka.topic(2)

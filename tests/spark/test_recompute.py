@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sqlite3
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from decimal import Decimal
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 import yaml
 from pyspark.sql import functions as F  # noqa: N812
 from tests.support.by_hand import SINKS, Sink
-from tests.support.sweeps import sweep
 
 import delivered
 from delivered.audit.evidence import Counts, Damage, Verdict
@@ -30,18 +28,11 @@ if TYPE_CHECKING:
 
     from delivered.audit.report import AuditReport
 
+pytestmark = pytest.mark.usefixtures("small_shuffles")
 APP = Path(__file__).parent / "apps" / "run_file.py"
 ROWS, KEYS, PER_BATCH = 120, 10, 40
 VALUE = "CAST(CAST(value AS STRING) AS BIGINT)"
 BY_KEY = f"SELECT CAST(key AS STRING) AS k, count(*) AS n, sum({VALUE}) AS total, max({VALUE}) AS top FROM source"
-
-
-@pytest.fixture(autouse=True)
-def small_shuffles(spark: SparkSession) -> Iterator[None]:
-    before = spark.conf.get("spark.sql.shuffle.partitions")
-    spark.conf.set("spark.sql.shuffle.partitions", "2")
-    yield
-    spark.conf.set("spark.sql.shuffle.partitions", before)
 
 
 def windows(frame: DataFrame) -> DataFrame:
@@ -158,7 +149,8 @@ def test_a_key_that_no_longer_passes_a_filter_keeps_its_last_row(spark: SparkSes
 @pytest.mark.recompute(
     "windows, if records may have been late: `update`, `append`", "as one batch, then in batches", ""
 )
-@pytest.mark.parametrize("mode", sweep(["update", "append"], lambda mode: mode == "append"))
+@pytest.mark.matrix  # test_continue.py and test_checkpoint.py recompute in `make test`
+@pytest.mark.parametrize("mode", ["update", "append"])
 def test_records_that_spark_dropped_as_late_are_not_missed(spark: SparkSession, mode: str, tmp_path: Path) -> None:
     """The last batch is all late: its four windows are nowhere."""
     values = [*range(40, 80), *range(80, 120), *range(40)]

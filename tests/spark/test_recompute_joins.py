@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +18,6 @@ from delivered.connectors.log import append
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-
-@pytest.fixture(autouse=True)
-def small_shuffles(spark: SparkSession) -> Iterator[None]:
-    before = spark.conf.get("spark.sql.shuffle.partitions")
-    spark.conf.set("spark.sql.shuffle.partitions", "2")
-    yield
-    spark.conf.set("spark.sql.shuffle.partitions", before)
 
 
 class Shop:
@@ -57,6 +48,7 @@ class Shop:
             assert connection.execute(statement).rowcount == 1
 
 
+pytestmark = pytest.mark.usefixtures("small_shuffles")
 INNER = (
     "SELECT CAST(o.key AS STRING) AS id, CAST(p.value AS STRING) AS paid FROM orders o JOIN payments p ON o.key = p.key"
 )

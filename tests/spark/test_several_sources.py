@@ -17,7 +17,6 @@ import yaml
 from confluent_kafka import Consumer, TopicPartition
 from tests.kafka_tools import produce
 from tests.support.halted import killed
-from tests.support.sweeps import sweep
 
 import delivered
 from delivered.audit.evidence import Verdict
@@ -92,12 +91,10 @@ def run(folder: Path, file: Path, crash: str = "", before: str = "", **env: str)
     return done, (folder / "output").read_text()
 
 
+@pytest.mark.matrix  # test_kafka_arrow.py kills Kafka to Kafka, unit/test_several.py has offsets by source
 @pytest.mark.parametrize(
     ("way", "second", "crash"),
-    sweep(
-        [("union", "kafka", DECIDED), ("union", "kafka", BOTH), ("join", "kafka", BOTH), ("python", "log", BOTH)],
-        lambda way, second, crash: crash == DECIDED,
-    ),
+    [("union", "kafka", DECIDED), ("union", "kafka", BOTH), ("join", "kafka", BOTH), ("python", "log", BOTH)],
 )
 def test_every_record_takes_effect_once(
     way: str, second: str, crash: str, kafka: Kafka, spark: SparkSession, tmp_path: Path

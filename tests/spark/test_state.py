@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 import delivered
 from delivered_lab.verify.systems.log import Log
 from delivered_lab.verify.workloads import WORKLOADS, records, windowed
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 WAIT_S = 180.0
 
 
+@pytest.mark.usefixtures("small_shuffles")
 def test_a_pipeline_with_state_starts_goes_on_and_appends_each_window_once(spark: SparkSession, tmp_path: Path) -> None:
     """Spark lets no sink written in Python update, whatever a transform with state would like: such a pipeline was once
     started with outputMode update, and failed before its first batch."""

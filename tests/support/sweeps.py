@@ -24,5 +24,13 @@ def occurrences(nth_max: int) -> Any:
     return pytest.mark.parametrize("nth_max", sweep([1, nth_max], lambda n: n == 1), ids=["first", "all"])
 
 
+def once_each(names: Iterable[str]) -> list[Any]:
+    """Databases by way to commit; `make test` takes each database and each way once.
+
+    For what both ways share in a database: conformance/test_sinks.py drives all four sinks.
+    """
+    return sweep(names, lambda name: name not in ("postgres-two-phase", "mysql-one-transaction"))
+
+
 KAFKA_CLIENTS = sweep(["librdkafka", "arrow"], lambda client: client == "arrow")
 """Of Kafka's connector. `make test` runs the fall-back through conformance and what its transactions rest on."""
