@@ -26,8 +26,6 @@ from delivered.pipeline.registry import find_sink
 
 parse = ActivemqOptions.parse
 
-QUICK = {("at_least_once", "write.flush:after")}
-
 
 def sink(folder: Path, url: str, queue: str, **options: str) -> Any:
     ledger = str(folder / "ledger.db")
@@ -81,14 +79,9 @@ def test_the_broker_drops_a_repeat_within_its_cache_and_not_beyond(
     assert again == Counter([b"row %d" % n for n in range(1_000, 1_080)] + [b"row %d" % n for n in range(80)])
 
 
-@pytest.mark.parametrize(
-    ("guarantee", "point"),
-    [
-        pytest.param(g, p, marks=() if (g, p) in QUICK else pytest.mark.matrix)
-        for g in ("at_least_once", "at_most_once")
-        for p in POINTS
-    ],
-)
+@pytest.mark.matrix  # test_rabbitmq_sink.py and test_pulsar_sink.py kill such a sender, test_activemq.py a receiver
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
 def test_killed_and_started_again(activemq: Activemq, tmp_path: Path, guarantee: str, point: str) -> None:
     queue = activemq.queue()
     sink = {

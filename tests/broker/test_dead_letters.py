@@ -43,6 +43,7 @@ def retried_with_kills(file: Path) -> None:
     assert dead_letters(Pipeline.from_file(file)) == []
 
 
+@pytest.mark.matrix  # the page docs/dead-letters.md, run by spark/test_pages.py, does
 def test_letters_of_a_topic_go_back_to_a_topic(kafka: Any, tmp_path: Path) -> None:
     append(str(tmp_path / "log"), pa.table({"key": [k for k, _ in ROWS], "value": [v for _, v in ROWS]}))
     server = {"format": "kafka", "kafka.bootstrap.servers": kafka.bootstrap}

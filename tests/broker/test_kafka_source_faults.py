@@ -80,7 +80,17 @@ def test_a_broker_killed_and_restarted_in_mid_read(mortal_kafka: Any) -> None:
         seen += batch.column("offset").to_pylist()
     restarter.join()
     assert seen == list(range(60_000))
-    # The driver's client survives another kill, too.
+    driver.close()
+
+
+@pytest.mark.matrix  # a task's client does, above; test_kafka_three_brokers.py restarts brokers under a driver
+def test_the_drivers_client_lives_through_a_kill_of_the_broker(mortal_kafka: Any) -> None:
+    kafka = mortal_kafka
+    topic = kafka.topic(1)
+    produce(kafka, topic, (b"%d" % i for i in range(60_000)))
+    src = source(kafka, subscribe=topic)
+    driver = src.driver()
+    _, end = driver.batch()
     kafka.broker.kill()
     restarter = threading.Timer(1.0, kafka.broker.restart)
     restarter.start()

@@ -11,6 +11,7 @@ import pytest
 from tests.support.pulsar import CHUNK, batches, read, read_all, sink, source
 from tests.support.pulsar_schemas import V0, V1, avro, batch, read_back, registers, told, versions, write
 from tests.support.servers import Pulsar
+from tests.support.sweeps import sweep
 
 from delivered.model.errors import BadRecord
 from delivered.model.fingerprint import fingerprint
@@ -28,7 +29,7 @@ def entries(pulsar: Pulsar, topic: str) -> int:
     return int(pulsar.admin("GET", f"persistent/public/default/{topic}/internalStats")["currentLedgerEntries"])
 
 
-@pytest.mark.parametrize("kind", ["AVRO", "JSON"])
+@pytest.mark.parametrize("kind", sweep(["AVRO", "JSON"], lambda kind: kind == "AVRO"))
 def test_each_is_read_by_the_version_that_it_names_wherever_a_batch_ends(pulsar: Pulsar, kind: str) -> None:
     """Two versions, chunks of both among plain messages: every chunk is its own batch."""
     topic = pulsar.topic()

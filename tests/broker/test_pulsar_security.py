@@ -123,6 +123,7 @@ def test_the_server_listens_on_127_0_0_1_alone_and_keeps_its_secrets(guarded: Pu
         assert (broker.folder / name).stat().st_mode & 0o77 == 0, name
 
 
+@pytest.mark.matrix  # the tests of a replaced token and of what is shown read and write over TLS
 def test_roles_do_what_they_may_over_tls(guarded: Pulsar, tmp_path: Path) -> None:
     """Consume and produce are sufficient for source and sink."""
     topic = guarded.topic(2)
@@ -408,6 +409,7 @@ def test_a_redirection_out_of_tls_is_not_followed(guarded: Pulsar) -> None:
     assert admin._followed("http://here/x", "https://elsewhere/x") == "https://elsewhere/x"
 
 
+@pytest.mark.matrix  # test_pulsar_source.py has a broker that is not there
 def test_a_server_that_is_down_is_unreachable_and_no_question_of_certificates(guarded: Pulsar) -> None:
     options = place(guarded, "both", url="pulsar+ssl://127.0.0.1:1,127.0.0.1:2", adminUrl="https://127.0.0.1:1")
     assert client.tls_error(parse({**options, "topics": "t"})) is None

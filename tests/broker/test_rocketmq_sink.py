@@ -48,7 +48,7 @@ def test_all_rows_arrive_with_ids_that_a_replay_repeats(rocketmq: Rocketmq, tmp_
     assert {v for i, _, v in found if i == "p.s.i.0.0.17"} == {b"row 17"}
 
 
-@pytest.mark.matrix  # test_rocketmq_transactions.py kills a sender, test_activemq_sink.py one without transactions
+@pytest.mark.matrix  # test_rocketmq_transactions.py kills a sender, test_rabbitmq_sink.py one without transactions
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
 def test_killed_and_started_again(rocketmq: Rocketmq, tmp_path: Path, guarantee: str, point: str) -> None:

@@ -201,7 +201,7 @@ def test_a_rule_for_commit_leaves_that_of_prepared_ones_alone(
     assert [f.rule for f in fired] == [f"lose_reply:{system.rule.lower()}"]
 
 
-# Databases fail with errors of their own, and the reader connects again in one place.
+# The reader connects again in one place, whichever database fails.
 @pytest.mark.parametrize("name", sweep(SYSTEMS, lambda name: name == "mysql"), indirect=True)
 def test_a_reader_lives_through_a_kill_of_the_server(name: str, system: System, request: pytest.FixtureRequest) -> None:
     own = request.getfixturevalue(f"new_{name}")()

@@ -37,7 +37,10 @@ ONCE_MORE = (
 """Left to `make verify`: sinks that differ little from another one of their system, and slow-starting RocketMQ."""
 
 
-@pytest.fixture(params=sweep([n for n in SINKS if "s3" not in n], lambda name: name not in ONCE_MORE))
+DRIVEN = [n for n in SINKS if "s3" not in n]
+
+
+@pytest.fixture(params=sweep(DRIVEN, lambda name: name not in ONCE_MORE))
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
     monkeypatch.setattr(rules, "LEDGER_INCARNATIONS", KEPT)
     return Rig(SINKS[request.param](request))
@@ -116,7 +119,8 @@ def test_a_run_id_that_comes_again_with_other_rows_is_refused(rig: Rig) -> None:
     assert Run(rig, "r0")(rows_of(rig, 0)) is None
 
 
-# The run that is killed is at_most_once in either case.
+# The run that is killed is at_most_once in either case; what a table of files remembers is shown above.
+@pytest.mark.parametrize("rig", sweep(DRIVEN, lambda name: name not in (*ONCE_MORE, "delta", "iceberg")), indirect=True)
 @pytest.mark.parametrize(
     "guarantee", sweep([Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE], lambda g: g is Guarantee.AT_LEAST_ONCE)
 )

@@ -18,15 +18,17 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Target, Work
 from delivered.model.work import Account, Action, Decision, Failed, Ok, Owner, Prepared, Tolerance
 
-WITH_A_LEDGER_OF_ANOTHER = ("kafka-librdkafka", "rocketmq")
-"""Their ledger is that of `kafka` and of `sqlite`: in `make test`, they run the tests of what a writer does."""
+WITH_A_LEDGER_OF_ANOTHER = ("kafka-librdkafka", "rocketmq", "-by-batch")
+"""Their ledger is that of `kafka`, of `sqlite`, of the table without a column for the batch: in `make test`, they run
+the tests of what a writer does."""
 BY_BATCH = ("postgres-one-transaction-by-batch", "mysql-two-phase-by-batch")
-"""A column more than the sink without it: `make test` takes each database and each way to commit once."""
+"""Of those, `make test` takes each database and each way to commit once."""
 LEFT_TO_VERIFY = ("-s3", "-rest", "-json", *BY_BATCH)
 OVER_HTTP = pytest.mark.parametrize(
     "rig", sweep(SINKS, lambda name: name not in ("iceberg-s3", "files-json", *BY_BATCH)), indirect=True
 )
-"""Stores and catalogs differ from a folder in their requests, all of which are made by tests with this mark."""
+"""Stores and catalogs differ from a folder in their requests, all of which tests with this mark make: they stage,
+commit, read, and abort."""
 EVERY_WRITER = pytest.mark.parametrize(
     "rig", sweep(SINKS, lambda name: not name.endswith(LEFT_TO_VERIFY)), indirect=True
 )
@@ -87,7 +89,7 @@ def test_the_ledger_keeps_which_transform_a_batch_ran_with(rig: Rig) -> None:
     assert last.transforms[2].accounts[rig.scope.sink].total == rig.expected(0, 1, 2)
 
 
-@OVER_HTTP
+@EVERY_WRITER
 def test_nothing_is_visible_before_the_decision(rig: Rig) -> None:
     rig.run(0)
     context = rig.context()
@@ -118,7 +120,7 @@ def test_p16_commit_and_apply_again_change_nothing(rig: Rig) -> None:
     assert rig.visible() == rig.expected(0)
 
 
-@OVER_HTTP
+@EVERY_WRITER
 def test_recovery_finishes_a_decided_batch(rig: Rig) -> None:
     context = rig.context("dies")
     plan = rig.plan(context, 0)
@@ -154,7 +156,7 @@ def test_participants_of_other_sinks_are_recorded_and_left_alone(rig: Rig) -> No
     assert all(context.committers.was_committed(Work(rig.scope, 0, p.shard, p.attempt), p) for p in own)
 
 
-@OVER_HTTP
+@EVERY_WRITER
 def test_batch_prepared_by_a_dead_driver_runs_again(rig: Rig) -> None:
     rig.run(0)
     rig.write(rig.plan(rig.context(), 1))  # prepared; then driver and tasks die

@@ -37,7 +37,7 @@ CASES = [
     for k in KINDS
     for c in ((Commit.TWO_PHASE, False), (Commit.TWO_PHASE, True), (Commit.ONE_TRANSACTION, False))
 ]
-FAST = (("run", True), ("run after a later one", False), ("checkpoint", True), ("next checkpoint", False))
+FAST = (("run", True), ("run after a later one", False), ("checkpoint", True))
 """By kind, and whether the rows of the killed one expire."""
 ACCEPTED = Tolerance(new_checkpoint=True)
 ROWS = 4

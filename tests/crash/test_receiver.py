@@ -56,7 +56,12 @@ def verdict(spool: Spool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("point", "nth"), sweep(product([p for p in POINTS if p not in NEVER_REACHED], [1, 3]), lambda _, nth: nth == 3)
+    ("point", "nth"),
+    sweep(
+        product([p for p in POINTS if p not in NEVER_REACHED], [1, 3]),
+        # Receivers of real queues are killed before they acknowledge.
+        lambda point, nth: nth == 3 and point != "receive.ack:before",
+    ),
 )
 def test_killed_at_a_point_and_started_again(spool: Spool, point: str, nth: int) -> None:
     crash = f"{point}#{nth}!kill"

@@ -109,6 +109,7 @@ def test_killed_between_two_commits(world: ToyWorld, nth: int, moment: str) -> N
     assert world.judge() == (0, 0)
 
 
+@pytest.mark.matrix  # as test_sqlite_crash.py, test_table_crash.py
 def test_killed_again_while_recovering(world: ToyWorld) -> None:
     world.outlive_kills_of_recoveries()
 

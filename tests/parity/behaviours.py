@@ -163,6 +163,7 @@ AREAS: dict[str, Area] = {
                 "accepted", "refused", "A Python source has a short name only: delivered_kafka."
             ),
         },
+        matrix=True,
     ),
     "options_batch": Area(
         "Options of a batch read",

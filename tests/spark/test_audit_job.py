@@ -133,6 +133,7 @@ def test_records_without_an_id_are_told_by_their_content(spark: SparkSession) ->
     assert damaged.counts == Counts(15, 15, lost=1, duplicated=1)
 
 
+@pytest.mark.matrix  # unit/test_audit_evidence.py
 def test_empty_against_empty(spark: SparkSession) -> None:
     result = audit(spark, [], sent=[])
     assert result.counts == Counts()

@@ -194,6 +194,7 @@ def test_a_transform_that_throws_is_unknown(spark: SparkSession, ran: Path) -> N
     assert report.counts == Counts()
 
 
+@pytest.mark.matrix  # unit/test_audit_judge.py judges such accounts
 def test_a_transform_that_is_not_deterministic_shows_as_the_sources_side(spark: SparkSession, ran: Path) -> None:
     report = audit(
         spark, spec(ran, transform=lambda f: clean(f["source"]).selectExpr("key", "value || rand() AS value"))

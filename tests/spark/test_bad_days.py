@@ -40,6 +40,7 @@ def until(query: StreamingQuery, database: Path, records: int) -> None:
     assert once(rows(database), records)
 
 
+@pytest.mark.matrix  # the next test has a topic that vanishes
 @checkpoint("the source's log, removed or recreated", "refused", "`LOG_MISSING`, `DATA_LOST`")
 def test_a_log_that_vanishes(spark: SparkSession, tmp_path: Path) -> None:
     """In mid-run, and between two runs; put back, it goes on."""

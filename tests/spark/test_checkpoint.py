@@ -181,6 +181,7 @@ def test_back_to_an_earlier_version(spark: SparkSession, tmp_path: Path) -> None
     assert once(rows(database), life.records)
 
 
+@pytest.mark.matrix  # test_state.py goes on with state, unit/test_audit_recompute.py recomputes it
 @checkpoint("`spark.sql.shuffle.partitions`", "continues", "a query with state keeps the number that it began with")
 @checkpoint("state repartitioned by Spark", "continues", "`repartition` logs a batch that no sink sees")
 @checkpoint(

@@ -81,6 +81,7 @@ def test_a_run_whose_planning_process_is_killed_says_so_and_can_be_given_again(
     assert ids(path) == Counter(range(ROWS))
 
 
+@pytest.mark.matrix  # test_output_mode.py writes in foreachBatch, conformance/test_runs.py gives ids again
 def test_for_each_batch_names_the_query_and_the_batch(spark: SparkSession, tmp_path: Path) -> None:
     delivered.register(spark)
     (tmp_path / "in").mkdir()

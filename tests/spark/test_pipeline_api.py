@@ -50,7 +50,9 @@ def as_frame(frame: DataFrame) -> DataFrame:
     [
         (delivered.arrow(upper, select=["key", "value"]), b"K0"),
         pytest.param(as_frame, b"k0", marks=pytest.mark.matrix),
-        ("SELECT upper(CAST(key AS STRING)) AS key, value FROM source", "K0"),
+        pytest.param(
+            "SELECT upper(CAST(key AS STRING)) AS key, value FROM source", "K0", marks=pytest.mark.matrix
+        ),  # as test_portable.py
         pytest.param(None, b"k0", marks=pytest.mark.matrix),
     ],
     ids=["arrow", "python", "sql", "none"],

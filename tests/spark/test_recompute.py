@@ -149,7 +149,7 @@ def test_a_key_that_no_longer_passes_a_filter_keeps_its_last_row(spark: SparkSes
 @pytest.mark.recompute(
     "windows, if records may have been late: `update`, `append`", "as one batch, then in batches", ""
 )
-@pytest.mark.matrix  # test_continue.py and test_checkpoint.py recompute in `make test`
+@pytest.mark.matrix  # test_continue.py and unit/test_audit_recompute.py recompute
 @pytest.mark.parametrize("mode", ["update", "append"])
 def test_records_that_spark_dropped_as_late_are_not_missed(spark: SparkSession, mode: str, tmp_path: Path) -> None:
     """The last batch is all late: its four windows are nowhere."""

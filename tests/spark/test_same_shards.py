@@ -19,6 +19,7 @@ from pyspark.sql.functions import col
 from tests.kafka_tools import read_committed
 from tests.spark.apps import divided
 from tests.support.halted import killed
+from tests.support.sweeps import sweep
 
 import delivered
 from delivered.model.identity import Scope
@@ -120,7 +121,13 @@ def run_of_a_join(spark: SparkSession, folder: Path) -> None:
     save(rows.join(rows.selectExpr("id AS k"), rows["id"] == col("k")).select("id"), folder)
 
 
-@pytest.mark.parametrize("write", [idiom, pipeline, own_foreach_batch, shuffle_in_foreach_batch, run, run_of_a_join])
+@pytest.mark.parametrize(
+    "write",
+    sweep(
+        [idiom, pipeline, own_foreach_batch, shuffle_in_foreach_batch, run, run_of_a_join],
+        lambda write: write in (idiom, pipeline, shuffle_in_foreach_batch, run_of_a_join),
+    ),
+)
 def test_adaptive_execution_changes_no_shards(
     adaptive: SparkSession, tmp_path: Path, write: Callable[[Any, Path], None]
 ) -> None:

@@ -348,16 +348,16 @@ def test_a_lost_record_of_the_ledger_is_told(tmp_path: Path) -> None:
 
 def test_p4_ledger_and_log_stay_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P4: a ledger that grew until the service hung."""
-    monkeypatch.setattr(store, "LEDGER_HISTORY_BATCHES", 100)
+    monkeypatch.setattr(store, "LEDGER_HISTORY_BATCHES", 50)
     sink = sink_at(tmp_path)
     mine = claimed(sink)
     DeltaTable(str(tmp_path / "t")).alter.set_table_properties(
-        {"delta.logRetentionDuration": "interval 0 seconds", "delta.checkpointInterval": "50"}
+        {"delta.logRetentionDuration": "interval 0 seconds", "delta.checkpointInterval": "25"}
     )
     sizes = []
-    for batch in range(301):
+    for batch in range(151):
         assert mine.decide(decision(batch)) == Ok(None)
-        if batch % 100 == 0:
+        if batch % 50 == 0:
             mine.claim(Owner("o"))
             sizes.append(
                 (
@@ -365,9 +365,9 @@ def test_p4_ledger_and_log_stay_bounded(tmp_path: Path, monkeypatch: pytest.Monk
                     len(list((tmp_path / "t/_delivered").rglob("*.json"))),
                 )
             )
-    assert [d.batch for d in mine.history()] == list(range(201, 301))
-    assert max(n for n, _ in sizes) <= 120
-    assert max(n for _, n in sizes) <= 230
+    assert [d.batch for d in mine.history()] == list(range(101, 151))
+    assert max(n for n, _ in sizes) <= 60
+    assert max(n for _, n in sizes) <= 115
     checkpoint = sorted((tmp_path / "t/_delta_log").glob("*.checkpoint.parquet"))[-1]
     import pyarrow.parquet as pq
 
