@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,14 +61,14 @@ def _group(item: pytest.Item) -> str:
     Spark's session takes precedence over servers; of several servers, the slowest to start.
     """
     used = set(getattr(item, "fixturenames", ()))
-    if "spark" in used:
-        # Two sessions of about the same time: a single one would be the last to end.
-        return f"spark/session{zlib.crc32(f's{item.path.stem}'.encode()) % 2}"
-    if "mortal_kafka" in used:
-        return "mortal"
     callspec = getattr(item, "callspec", None)
     if callspec is not None:  # fixtures requested by name in parameters
         used |= set(re.split(r"[^a-z0-9]+", callspec.id))
+    if "spark" in used:
+        # Two sessions of about the same time: a single one would be the last to end. Kafka starts beside one of them.
+        return f"spark/{'kafka' if 'kafka' in used else 'alone'}"
+    if "mortal_kafka" in used:
+        return "mortal"
     shared = [s for s in (*SERVERS, "s3") if s in used]
     if shared and item.path.parent.name not in ("unit", "property", "crash", "verify", "install"):
         return shared[0]

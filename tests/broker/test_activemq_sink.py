@@ -39,6 +39,7 @@ def taken(activemq: Activemq, queue: str, id_header: str = DUPLICATE_ID) -> list
     return [pair for batch in drained(receiver) for pair in zip(batch.ids, batch.values, strict=True)]
 
 
+@pytest.mark.matrix  # as test_rabbitmq_sink.py; conformance/test_message_ids.py
 def test_all_rows_arrive_with_ids_that_a_replay_repeats(activemq: Activemq, tmp_path: Path) -> None:
     queue = activemq.queue()
     made = sink(tmp_path, activemq.url, queue, idHeader="id")

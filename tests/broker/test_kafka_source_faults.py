@@ -83,7 +83,7 @@ def test_a_broker_killed_and_restarted_in_mid_read(mortal_kafka: Any) -> None:
     driver.close()
 
 
-@pytest.mark.matrix  # a task's client does, above; test_kafka_three_brokers.py restarts brokers under a driver
+@pytest.mark.matrix  # a task's client does, above, and what waits is the same
 def test_the_drivers_client_lives_through_a_kill_of_the_broker(mortal_kafka: Any) -> None:
     kafka = mortal_kafka
     topic = kafka.topic(1)

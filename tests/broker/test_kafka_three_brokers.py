@@ -163,7 +163,7 @@ def test_a_leader_that_does_not_know_the_end_hides_neither_decision_nor_marker(c
         assert committed.result()
 
 
-@pytest.mark.matrix  # test_kafka_two_phase.py aborts orphans, the next test has a coordinator that moved
+@pytest.mark.matrix  # test_kafka_two_phase.py aborts orphans in `make test`
 @pytest.mark.parametrize("ahead", [False, True])
 def test_orphans_of_a_dead_coordinator_are_aborted_by_its_successor(
     cluster: ThreeBrokers, rig: Rig, monkeypatch: pytest.MonkeyPatch, ahead: bool

@@ -33,6 +33,7 @@ def sink(folder: Path, rocketmq: Rocketmq, topic: str, **options: str) -> Any:
     return find_sink("rocketmq", {"endpoints": rocketmq.url, "topic": topic, "ledger": ledger, **options})
 
 
+@pytest.mark.matrix  # as test_rabbitmq_sink.py; conformance/test_message_ids.py
 def test_all_rows_arrive_with_ids_that_a_replay_repeats(rocketmq: Rocketmq, tmp_path: Path) -> None:
     topic = rocketmq.topic()
     made = sink(tmp_path, rocketmq, topic)

@@ -142,7 +142,7 @@ def iceberg(r: Reader) -> Iterator[None]:
     assert served.catalog.load_table("shop.again").scan().to_arrow().num_rows == RECORDS
 
 
-@PAGES("docs/connectors/kafka.md", "kafka")
+@PAGES("docs/connectors/kafka.md", "kafka", matrix=True)
 def kafka(r: Reader) -> Iterator[None]:
     source, sink = topics(r, "orders", "orders-clean")
     r.swap['.option("subscribe"'] = '.option("startingOffsets", "earliest").option("subscribe"'

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -29,6 +30,7 @@ EXTRAS = {extra: {normal(r) for r in found} for extra, found in PROJECT["optiona
 DISTRIBUTIONS = packages_distributions()
 
 
+@cache
 def imported() -> dict[str, str]:
     """Module of another distribution -> the first file that imports it."""
     found: dict[str, str] = {}

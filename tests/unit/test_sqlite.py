@@ -469,7 +469,7 @@ def child(body: str, *arguments: str, prefix: tuple[str, ...] = ()) -> subproces
 
 
 def test_p26_a_large_shard_takes_no_more_memory_than_a_small_one(tmp_path: Path) -> None:
-    """P26: elsewhere all rows of a batch were collected before the send. 512 MB of rows; staging, then deciding."""
+    """P26: elsewhere all rows of a batch were collected before the send. 256 MB of rows; staging, then deciding."""
     body = """
         ledger = open_ledger(sink, scope); ledger.claim(Owner("me"))
         writer = sink.writer(Work(scope, 0, 0), Guarantee.EXACTLY_ONCE, schema)
@@ -481,7 +481,7 @@ def test_p26_a_large_shard_takes_no_more_memory_than_a_small_one(tmp_path: Path)
         print(type(outcome).__name__, peak_mib())
     """
     peaks = []
-    for rows in (8 * 1024, 512 * 1024):
+    for rows in (8 * 1024, 256 * 1024):
         shutil.rmtree(tmp_path, ignore_errors=True)
         tmp_path.mkdir()
         done = child(body, str(tmp_path / "sink.db"), str(rows))
