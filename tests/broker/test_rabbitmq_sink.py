@@ -155,7 +155,7 @@ def test_a_stream_gets_what_is_sent_right_after_its_server_started(
     assert stored(rabbitmq, stream) == Counter({b"row %d" % n: 1 for n in range(ROWS)})
 
 
-@pytest.mark.matrix  # the last test kills a broker with messages in flight
+@pytest.mark.matrix  # test_a_broker_that_dies_leaves_it_unknown
 def test_messages_that_no_queue_took_are_given_up_with_the_server(
     new_rabbitmq: Callable[[], Rabbitmq], tmp_path: Path
 ) -> None:
