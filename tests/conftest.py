@@ -65,7 +65,7 @@ def _group(item: pytest.Item) -> str:
     if callspec is not None:  # fixtures requested by name in parameters
         used |= set(re.split(r"[^a-z0-9]+", callspec.id))
     if "spark" in used:
-        # Two sessions of about the same time: a single one would be the last to end. Kafka starts beside one of them.
+        # Two sessions, as a single one would be the last to end; Kafka starts beside one of them alone.
         return f"spark/{'kafka' if 'kafka' in used else 'alone'}"
     if "mortal_kafka" in used:
         return "mortal"
