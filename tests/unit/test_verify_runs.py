@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +19,7 @@ from delivered_lab.verify.faults import PLACES, catalogue
 from delivered_lab.verify.fixture import empty
 from delivered_lab.verify.judge import Verdict
 from delivered_lab.verify.matrix import FORMAT, Choice, Store, cases
-from delivered_lab.verify.services import ENGINE, SPARK
+from delivered_lab.verify.services import ENGINE, SERVICES, SPARK
 from delivered_lab.verify.systems import DELTA, KAFKA, POSTGRES, SINK_KINDS, SQLITE
 from delivered_lab.verify.workloads import WORKLOADS
 
@@ -182,3 +185,16 @@ def test_a_small_disk_that_a_killed_verifier_left_is_taken_away(tmp_path: Path) 
         (tmp_path / "case" / "disk" / "file").touch()
         empty(tmp_path / "case")
         assert list((tmp_path / "case").iterdir()) == []
+
+
+def test_an_audit_of_several_sinks_is_one_account(tmp_path: Path) -> None:
+    """Each sink may give up records of its own under at_most_once."""
+    reports = [{"verdict": "held", "counts": {"lost": 3, "given_up": 4}}, {"verdict": "unknown", "counts": {"lost": 2}}]
+
+    class Answering:
+        def ask(self, arguments: Sequence[str], env: Mapping[str, str], output: Path, errors: Path) -> Any:
+            output.write_text(json.dumps(reports))
+            return SimpleNamespace(wait=lambda timeout_s: 0)
+
+    found = SERVICES[SPARK].audit(tmp_path / "pipeline.yaml", tmp_path, None, Answering())  # type: ignore[arg-type]
+    assert found == {"verdict": "unknown", "counts": {"lost": 5, "given_up": 4}}

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,11 +255,20 @@ def _asked(command: list[str], log: Path, env: Mapping[str, str] | None) -> dict
 def _report(output: bytes, command: str, exit_code: int, log: Path) -> dict[str, Any]:
     """Raises VerifierError: the output is none."""
     try:
-        report: dict[str, Any] = json.loads(output)
+        report: dict[str, Any] | list[dict[str, Any]] = json.loads(output)
     except ValueError:
         end = log.read_text(encoding="utf-8", errors="replace")[-500:]
         raise VerifierError("AUDIT_FAILED", command=command, exit_code=exit_code, output=end) from None
-    return report
+    return report if isinstance(report, dict) else _combined(report)
+
+
+def _combined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The account of several sinks, as of one whose rows are all of theirs."""
+    verdicts = {r["verdict"] for r in reports}
+    counts: Counter[str] = Counter()
+    for report in reports:
+        counts.update(report["counts"])
+    return {"verdict": next(v for v in ("broken", "unknown", "held") if v in verdicts), "counts": dict(counts)}
 
 
 def _spark_command(pipeline: Path, spark_log: Path) -> list[str]:
