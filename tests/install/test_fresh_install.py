@@ -14,6 +14,7 @@ from tests.install.conftest import ROOT, Installed, clean, uv
 from delivered.model.errors import EXTRA_OF
 
 EXTRAS = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+_IN_CI = ("",)
 _PIPELINE = re.compile(r"```python\n(pipeline = delivered\.Pipeline\(.*?)print\(pipeline\.plan", re.DOTALL)
 _FILE = re.compile(r"<<'END'\n(pipeline: orders\n.*?)END\n", re.DOTALL)
 _IMPORTS = """
@@ -31,8 +32,9 @@ for found in (m for p in packages for m in pkgutil.walk_packages(p.__path__, f"{
 """
 
 
-@pytest.mark.matrix  # unit/test_declared.py compares imports and extras
-@pytest.mark.parametrize("extra", [pytest.param(e, id=e or "none") for e in ("", *EXTRAS)])
+@pytest.mark.parametrize(
+    "extra", [pytest.param(e, marks=() if e in _IN_CI else pytest.mark.matrix, id=e or "none") for e in ("", *EXTRAS)]
+)
 def test_each_extra_alone(extra: str, installed: Callable[[str], Installed], tmp_path: Path) -> None:
     here = tmp_path / "work"
     here.mkdir()
