@@ -96,7 +96,7 @@ def test_nothing_is_shown_before_another_process_applies_and_every_reader_gets_e
     assert rig.shown() == Counter()
     assert said(rig.child(prepared)) == Ok(None)
     assert rig.shown() == rig.once(300)
-    found = taken(rig.rocketmq, rig.topic)
+    found = taken(rig.rocketmq, rig.topic, least=300)
     assert Counter(value for _, _, value in found) == rig.once(300)
     assert {i for i, _, v in found if v == b"0/0/17"} == {f"{rig.scope.pipeline}.s.i.0.0.17"}
 

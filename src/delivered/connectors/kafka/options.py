@@ -782,8 +782,10 @@ def check_settings(owner: str, client: Mapping[str, str]) -> None:
                 try:
                     connect(make, owner, {name: value})
                 except UsageError as error:
-                    code, message, step = error.args
-                    unknown = error.code == "DELIVERED_OPTION_UNKNOWN"
-                    near = did_you_mean(f"kafka.{name}", [f"kafka.{n}" for n in _USUAL]) if unknown else ""
-                    raise UsageError(code, message, f"{near}{step}") from None
+                    if error.code != "DELIVERED_OPTION_UNKNOWN":
+                        raise
+                    near = did_you_mean(f"kafka.{name}", [f"kafka.{n}" for n in _USUAL])
+                    raise UsageError(
+                        "OPTION_UNKNOWN.OF_LIBRDKAFKA", owner=owner, name=f"kafka.{name}", hint=near
+                    ) from None
             raise
