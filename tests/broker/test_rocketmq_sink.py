@@ -43,7 +43,7 @@ def test_all_rows_arrive_with_ids_that_a_replay_repeats(rocketmq: Rocketmq, tmp_
         task.stage(rows(700))
         task.stage(rows(300, 700))
         assert task.prepare(Fingerprint()) == Promise()
-    found = taken(rocketmq, topic)
+    found = taken(rocketmq, topic, least=1_000)
     assert Counter(v for _, _, v in found) == Counter({b"row %d" % n: 2 for n in range(1_000)})
     assert len({i for i, _, _ in found}) == 1_000
     assert {v for i, _, v in found if i == "p.s.i.0.0.17"} == {b"row 17"}
@@ -78,7 +78,7 @@ def test_message_groups_stay_in_order(rocketmq: Rocketmq, tmp_path: Path) -> Non
     task = writer(made)
     task.stage(batch)
     assert task.prepare(Fingerprint()) == Promise()
-    found = taken(rocketmq, topic, ordered=True)
+    found = taken(rocketmq, topic, ordered=True, least=200)
     assert len(found) == 200
     for group in range(5):
         mine = [int(v) for _, key, v in found if key == b"group %d" % group]
@@ -123,7 +123,7 @@ def test_values_of_all_kinds_arrive(rocketmq: Rocketmq, tmp_path: Path) -> None:
     task = writer(made)
     task.stage(batch)
     assert task.prepare(Fingerprint()) == Promise()
-    found = sorted(taken(rocketmq, topic), key=lambda f: values.index(f[2]))
+    found = sorted(taken(rocketmq, topic, least=len(values)), key=lambda f: values.index(f[2]))
     assert found == [
         ("m:é 0", b"a:b", values[0]),
         ("m:1", None, values[1]),
