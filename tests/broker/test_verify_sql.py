@@ -121,6 +121,15 @@ def values(drain: Drained) -> list[str]:
     return [r.value for r in sorted(drain.read(), key=lambda r: r.position)]
 
 
+def test_a_session_that_stays_idle_in_a_transaction_hangs(drain: Drained, client: Client) -> None:
+    with client() as connection:
+        run(connection, "BEGIN")
+        insert(connection, "1")
+        assert [text.partition(" ")[0] for text in drain.open_transactions("p")] == ["session"]
+        run(connection, "COMMIT")
+        assert drain.open_transactions("p") == []
+
+
 def test_rows_are_seen_when_they_are_committed_and_prepared_ones_hang(
     system: System, drain: Drained, client: Client
 ) -> None:
