@@ -147,11 +147,12 @@ def audit(
         keys=keys is not None,
         recompute=recompute,
     )
-    newest = read_logged(pipeline.checkpoint)[1] if sink in (None, *pipeline.sink_names) else None
-    if newest is None and sink in (None, *pipeline.sink_names):
-        raise OutcomeUnknown("CHECKPOINT_MISSING.AUDIT", location=pipeline.checkpoint, file=files[0])
-    if since is not None:
-        check_since(since, newest)
+    if sink in (None, *pipeline.sink_names):  # another is refused by its name
+        newest = read_logged(pipeline.checkpoint)[1]
+        if newest is None:
+            raise OutcomeUnknown("CHECKPOINT_MISSING.AUDIT", location=pipeline.checkpoint, file=files[0])
+        if since is not None:
+            check_since(since, newest)
     with working("starting") as progress, ExitStack() as session, ExitStack() as light:
         if pipeline.transform.function is None:  # others may use it
             light.enter_context(without_pandas())
