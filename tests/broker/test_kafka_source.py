@@ -312,7 +312,7 @@ def test_assign_and_pattern(kafka: Any) -> None:
     assert values(read_all(source(kafka, subscribePattern=f"^{stem}$"))) == [b"0", b"1"]
     assert values(read_all(source(kafka, subscribePattern="no-such-topic-.*"))) == []
     assert values(read_all(source(kafka, subscribe=f"{other}, {stem}"))) == [b"0", b"1", b"2"]
-    with pytest.raises(UsageError, match=f"TOPIC_MISSING.*'{stem}'.* has no partition 5"):
+    with pytest.raises(UsageError, match=f"PARTITION_UNKNOWN.*'{stem}'.* has no partition 5"):
         read_all(source(kafka, assign=json.dumps({stem: [5]})))
 
 

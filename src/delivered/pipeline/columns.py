@@ -17,7 +17,7 @@ from delivered.contract.source import Finding
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint, Item, Projection
-from delivered.pipeline.sql import UNKNOWN, SqlFacts, check_sql, is_readable
+from delivered.pipeline.sql import UNKNOWN, Place, SqlFacts, check_sql, is_readable
 
 UNCHECKED = "SQL_UNCHECKED"
 _HARMLESS = re.compile(
@@ -116,18 +116,16 @@ def project(columns: pa.Schema, projection: Projection) -> pa.Schema:
 
 def _check_projection(pipeline: Definition, endpoint: Endpoint, columns: pa.Schema) -> None:
     """Raises UsageError: `select` or `where` of a sink is no SQL over the rows."""
-    projection = endpoint.projection
-    texts = {f"select {i.sql!r}": f"SELECT {i.sql} FROM source" for i in projection.items if i.sql is not None}  # noqa: S608 - nothing runs it
+    projection, sink = endpoint.projection, endpoint.name or endpoint.sink().name
+    texts = [("select", item.sql, "SELECT ", " FROM source") for item in projection.items if item.sql is not None]
     if projection.where is not None:
-        texts[f"where {projection.where!r}"] = f"SELECT 1 AS n FROM source WHERE {projection.where}"  # noqa: S608
-    for what, query in texts.items():
-        error = check_sql(query, {"source": columns}, builtin=_is_builtin(pipeline) and not _has_session()).error
-        if error is None:
-            continue
-        reason = re.sub(r" \(line \d+, .*", "", error.message).replace("The transform's SQL", "it")
-        step = (error.next_step or "").replace("the view `source` has", "the rows have")
-        sink = endpoint.name or endpoint.sink().name
-        raise UsageError("SQL_INVALID.SINK", what=what, sink=sink, reason=reason.rstrip("."), action=step)
+        texts.append(("where", projection.where, "SELECT 1 AS n FROM source WHERE ", ""))
+    builtin = _is_builtin(pipeline) and not _has_session()
+    for key, text, before, after in texts:
+        place = Place(f"The `{key}` of the sink {sink!r}", before, after, rows="the rows have")
+        error = check_sql(text, {"source": columns}, builtin=builtin, place=place).error
+        if error is not None:
+            raise error
 
 
 def _audited_by(pipeline: Definition, endpoint: Endpoint, columns: pa.Schema) -> Iterator[Finding]:

@@ -138,7 +138,26 @@ def is_readable() -> bool:
     return find_spec("sqlglot") is not None
 
 
-def check_sql(sql: str, sources: Mapping[str, pa.Schema], *, builtin: bool) -> SqlFacts:
+@dataclass(frozen=True)
+class Place:
+    """Where a text of SQL stands.
+
+    Attributes:
+        subject: how an error's sentence about it begins.
+        before, after: what makes a query of it; empty: it is one.
+        rows: what has the columns, in a next step; empty: each source's view has its own.
+    """
+
+    subject: str
+    before: str = ""
+    after: str = ""
+    rows: str = ""
+
+
+TRANSFORM = Place("The transform's SQL")
+
+
+def check_sql(sql: str, sources: Mapping[str, pa.Schema], *, builtin: bool, place: Place = TRANSFORM) -> SqlFacts:
     """
     Args:
         sources: columns by the name of the view.
@@ -146,7 +165,7 @@ def check_sql(sql: str, sources: Mapping[str, pa.Schema], *, builtin: bool) -> S
     """
     if not builtin:
         return SqlFacts(doubt="the session is configured to know more, or other, functions and tables")
-    facts = _Query(sql, sources).facts()
+    facts = _Query(sql, sources, place).facts()
     if facts.error is not None and _spark_version() > KNOWN_SPARK:
         return SqlFacts(doubt=facts.error.message)
     return facts
@@ -193,8 +212,9 @@ def _either(counts: Collection[int]) -> str:
 class _Query:
     """One text over the views of the sources."""
 
-    def __init__(self, sql: str, sources: Mapping[str, pa.Schema]) -> None:
-        self._sql = sql
+    def __init__(self, sql: str, sources: Mapping[str, pa.Schema], place: Place) -> None:
+        self._own, self._place = sql, place
+        self._sql = f"{place.before}{sql}{place.after}"
         self._shown = sources
         self._sources = {name.lower(): schema for name, schema in sources.items()}
         self._columns = {column.lower(): column for schema in sources.values() for column in schema.names}
@@ -238,16 +258,21 @@ class _Query:
         return SqlFacts(error, "", self._result(tree, names), aggregates, sorts, self._outer(tree, names))
 
     def _wrong(self, condition: str, name: str, start: int, near: Collection[str] = (), hint: str = "") -> UsageError:
-        line, at = self._sql.count("\n", 0, start) + 1, start - self._sql.rfind("\n", 0, start)
-        views = "; ".join(f"the view `{n}` has the columns {', '.join(s.names)}" for n, s in self._shown.items())
+        start = min(max(start - len(self._place.before), 0), len(self._own))
+        line, at = self._own.count("\n", 0, start) + 1, start - self._own.rfind("\n", 0, start)
+        views = (
+            f"{self._place.rows or f'the view `{n}` has'} the columns {', '.join(s.names)}"
+            for n, s in self._shown.items()
+        )
         return UsageError(
             condition,
+            subject=self._place.subject,
             name=name,
             line=line,
             position=at,
-            sql=self._sql.split("\n")[line - 1].rstrip(),
+            sql=self._own.split("\n")[line - 1].rstrip(),
             hint=hint or did_you_mean(name, near),
-            views=views,
+            views="; ".join(views),
         )
 
     def _unclosed(self) -> UsageError | None:

@@ -694,28 +694,14 @@ SOURCE_SETTINGS = _SETTINGS | {
 }
 
 
-_USUAL = (
-    SINK_SETTINGS
-    | SOURCE_SETTINGS
-    | {
-        *("batch.size", "batch.num.messages", "partitioner", "request.timeout.ms", "retries", "retry.backoff.ms"),
-        *("queue.buffering.max.kbytes", "queue.buffering.max.messages", "compression.level", "statistics.interval.ms"),
-        *("client.rack", "fetch.min.bytes", "session.timeout.ms", "socket.keepalive.enable", "socket.timeout.ms"),
-        *(
-            "metadata.max.age.ms",
-            "connections.max.idle.ms",
-            "reconnect.backoff.ms",
-            "reconnect.backoff.max.ms",
-            "debug",
-        ),
-        *(
-            "broker.address.family",
-            "client.dns.lookup",
-            "max.in.flight.requests.per.connection",
-            "receive.message.max.bytes",
-        ),
-    }
-)
+_OTHERS = """
+batch.num.messages batch.size broker.address.family client.dns.lookup client.rack compression.level
+connections.max.idle.ms debug fetch.min.bytes max.in.flight.requests.per.connection metadata.max.age.ms partitioner
+queue.buffering.max.kbytes queue.buffering.max.messages receive.message.max.bytes reconnect.backoff.max.ms
+reconnect.backoff.ms request.timeout.ms retries retry.backoff.ms session.timeout.ms socket.keepalive.enable
+socket.timeout.ms statistics.interval.ms
+"""
+_USUAL = SINK_SETTINGS | SOURCE_SETTINGS | set(_OTHERS.split())
 """Those that a misspelt one may mean: librdkafka has no list to ask for."""
 
 

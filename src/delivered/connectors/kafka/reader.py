@@ -80,7 +80,7 @@ class KafkaDriverClient:
             for topic, number in options.partitions:
                 if topic in ids and (topic, number) not in found:
                     raise UsageError(
-                        "TOPIC_MISSING.KAFKA_PARTITION",
+                        "PARTITION_UNKNOWN.KAFKA",
                         owner=OWNER,
                         topic=topic,
                         partition=number,
