@@ -47,3 +47,22 @@ def test_what_the_verifier_started_ends_with_it() -> None:
     verifier.stdout.close()
     gone, alive = psutil.wait_procs([child], timeout=60)
     assert gone and not alive
+
+
+def test_workers_of_a_killed_driver_end_after_their_task() -> None:
+    """Of the engine's loop: an idle one at once."""
+    driver = (
+        "import functools, time; from delivered_lab.verify import loop\n"
+        "pool = loop.start_workers([])\n"
+        "pool.submit(loop._run, functools.partial(time.sleep, 1))\n"
+        "print(*pool._processes, flush=True); time.sleep(600)"
+    )
+    started = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    workers = [psutil.Process(int(pid)) for pid in started.stdout.readline().split()]
+    assert workers and all(w.status() != psutil.STATUS_ZOMBIE for w in workers)
+    started.kill()
+    started.wait()
+    started.stdout.close()
+    gone, alive = psutil.wait_procs(workers, timeout=60)
+    assert len(gone) == len(workers) and not alive

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import re
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,37 @@ from delivered_lab.verify.workloads import STAGE_RERUNS
 
 WORKERS = 2
 _CLIENTS = {"kafka": ("confluent_kafka",), "postgres": ("psycopg",), "delta": ("deltalake", "pyarrow.parquet")}
+
+
+_TASK_RUNS = threading.Lock()
+
+
+def start_workers(systems: Sequence[str]) -> ProcessPoolExecutor:
+    """Forked after all imports, which would otherwise dominate the start of a case, twice."""
+    for module in (m for s in systems for m in _CLIENTS.get(s, ())):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("fork"), _end_after_driver)
+    pool.submit(os.getpid).result()  # starts all of them
+    return pool
+
+
+def _run(task: Task) -> Any:
+    with _TASK_RUNS:
+        return task()
+
+
+def _end_after_driver() -> None:
+    """A worker whose driver was killed still finishes its task, as Spark's may; then it ends."""
+    driver = multiprocessing.parent_process()
+
+    def wait() -> None:
+        if driver is not None:
+            driver.join()
+            with _TASK_RUNS:
+                os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class Checkpoint:
@@ -91,20 +123,11 @@ class Loop:
     def run(self, takeover: bool) -> int:
         """Deliver everything that was there at the start. Returns the number of batches run."""
         # First of all, while this process has no threads or connections, so that dying workers take nothing along.
-        pool = self._workers()
+        pool = start_workers([s.system for s in self.pipeline.sinks])
         try:
             return self._run(takeover, pool)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-    def _workers(self) -> ProcessPoolExecutor:
-        """Forked after all imports, which would otherwise dominate the start of a case, twice."""
-        for module in (m for s in self.pipeline.sinks for m in _CLIENTS.get(s.system, ())):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(module)
-        pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("fork"))
-        pool.submit(os.getpid).result()  # starts all of them
-        return pool
 
     def _run(self, takeover: bool, pool: ProcessPoolExecutor) -> int:
         checkpoint, batches, count = Checkpoint(Path(self.pipeline.checkpoint)), self.batches, 0
@@ -129,7 +152,7 @@ class Loop:
             count += 1
 
     def _messages(self, pool: ProcessPoolExecutor, tasks: Sequence[Task]) -> Iterator[Any]:
-        running = [pool.submit(task) for task in tasks]
+        running = [pool.submit(_run, task) for task in tasks]
         failed: Exception | None = None
         for task, attempt in zip(tasks, running, strict=True):
             for number in range(1, self.attempts_max + 1):
@@ -140,7 +163,7 @@ class Loop:
                     if number == self.attempts_max or isinstance(error, BrokenProcessPool):
                         failed = failed or error
                         break
-                    attempt = pool.submit(replace(task, attempt=0 if self.stage_reruns else number))
+                    attempt = pool.submit(_run, replace(task, attempt=0 if self.stage_reruns else number))
         if failed is not None:
             raise failed  # Spark aborts what tasks prepared that succeeded; running ones it kills
 
