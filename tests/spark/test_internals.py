@@ -55,9 +55,11 @@ class Seen:
 def in_task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     from pyspark import TaskContext
 
+    from delivered.spark.task import running_batch
+
     for _ in batches:
         pass
-    query, batch = internals.running_batch(TaskContext.get())  # type: ignore[arg-type]
+    query, batch = running_batch(TaskContext.get())  # type: ignore[arg-type]
     above = [p.name() for p in psutil.Process().parents()]
     yield pa.record_batch({"query": [query], "batch": [batch], "above": [above]})
 
@@ -443,7 +445,8 @@ WATCHED: dict[str, Callable[[SparkSession, Seen], None]] = {
     "dumps": pickled,
     "pickle_by_value": modules_by_value,
     "run_daemon": daemon,
-    "running_batch": batch_of_a_task,
+    "QUERY_ID": batch_of_a_task,
+    "BATCH_ID": batch_of_a_task,
     "frame_class": frame_classes,
     "logical_plan": logical,
     "physical_plan": physical,

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivered.engine.shard import build_dead_letters
+from delivered.engine.sinks import Sinks
 from delivered.engine.transform import (
     RAW,
     REJECTED,
@@ -196,8 +197,8 @@ def test_a_checkpoint_is_asked_only_if_it_may_hold_letters(
     from delivered.checkpoint import sidecar
     from delivered.model.capability import Guarantee
     from delivered.model.work import Action, BatchPlan
+    from delivered.pipeline.batches import Batches
     from delivered.pipeline.spec import PipelineSpec
-    from delivered.spark import writers
 
     asked = []
     monkeypatch.setattr(sidecar, "gather_task_files", lambda *_: asked.append("gather"))
@@ -205,7 +206,7 @@ def test_a_checkpoint_is_asked_only_if_it_may_hold_letters(
     plan = BatchPlan(Scope("p", "s", "i"), "owner", Guarantee.EXACTLY_ONCE, 3, "{}", action)
     dead_letter = OnBadRow.DEAD_LETTER
     spec = PipelineSpec("p", Guarantee.EXACTLY_ONCE, on_bad_row=dead_letter, checkpoint="/nowhere", rejects=rejects)
-    writers.rejected_rows(spec, MADE, plan)
+    Batches(spec, Sinks(()), MADE).rejected(plan)
     assert bool(asked) is (rejects or decided)
 
 

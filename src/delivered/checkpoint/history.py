@@ -82,6 +82,15 @@ def batches(location: str, newest: int = 1000) -> list[BatchReport]:
     return [BatchReport.from_json(line) for line in _lines(location, FILE, newest)]
 
 
+def records_since(location: str, at_ms: int, batch: int | None = None, newest: int = 1000) -> dict[str, int]:
+    """Records by sink of the batches that were decided since then, or of one of them, as far as reports are kept."""
+    found = Counter[str]()
+    for report in batches(location, newest):
+        if report.decided_at_ms >= at_ms and batch in (None, report.batch):
+            found.update(report.records)
+    return dict(found)
+
+
 def totals(location: str) -> Totals:
     """Since the first batch with a line, also of batches whose lines are no longer kept."""
     last = next(iter(_lines(location, FILE, 1)), None)

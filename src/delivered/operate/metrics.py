@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from delivered.model.errors import MissingExtra, UsageError
 from delivered.model.options import check_http_url
@@ -249,6 +249,47 @@ class _Families:
         for source, window in now.windows.items():
             self.window.add_metric((name, source), window.kept_s)
             self.redelivery.add_metric((name, source), window.needed_s)
+
+
+# Spark's own figures, which only its driver has.
+
+FAILED = "failed"
+_OF_QUERIES = {
+    "batches": "Batches that Spark ran.",
+    "input_rows": "Rows read, by Spark's count.",
+    "output_rows": "Rows written to all sinks.",
+    "late_rows": "Rows dropped as older than the watermark.",
+    FAILED: "Queries that ended with an error.",
+}
+
+
+def query_families(totals: Mapping[str, Mapping[str, int]], newest: Mapping[str, Any]) -> Iterator[Metric]:
+    """
+    Args:
+        totals: by query, what `_OF_QUERIES` names.
+        newest: by query, Spark's newest report of those that run.
+    """
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    def gauge(name: str, text: str, label: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"delivered_query_{name}", text, labels=("query", label))
+
+    for key, text in _OF_QUERIES.items():
+        counter = CounterMetricFamily(f"delivered_query_{key}", text, labels=("query",))
+        for name, counts in totals.items():
+            counter.add_metric((name,), counts.get(key, 0))
+        yield counter
+    phases = gauge("phase_seconds", "Of the newest batch, by Spark's phase.", "phase")
+    rows = gauge("state_rows", "Rows in the state store.", "operator")
+    memory = gauge("state_bytes", "Memory of the state store.", "operator")
+    for name, progress in newest.items():
+        for phase, ms in progress.durationMs.items():
+            phases.add_metric((name, phase), ms / 1000)
+        for number, operator in enumerate(progress.stateOperators):
+            labels = (name, f"{number} {operator.operatorName}")
+            rows.add_metric(labels, operator.numRowsTotal)
+            memory.add_metric(labels, operator.memoryUsedBytes)
+    yield from (phases, rows, memory)
 
 
 def text(statuses: Iterable[Status]) -> str:

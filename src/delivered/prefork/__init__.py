@@ -16,7 +16,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from delivered.machine import cache_folder, write_launcher
 from delivered.model.errors import DeliveredError
 
 SOCKET = "DELIVERED_TEMPLATE"
@@ -50,6 +49,8 @@ def worker_python() -> str:
     """
     if os.environ.get("SPARK_HOME") or os.name != "posix":
         return sys.executable
+    from delivered.machine import cache_folder, write_launcher  # not in the server
+
     name = re.sub(r"\W+", "-", sys.executable).strip("-")[-80:]
     try:
         launcher: Path = cache_folder() / "python" / name / "python"

@@ -27,14 +27,15 @@ from delivered.model.patience import serving_query
 from delivered.model.step import Moment, StepId, batch_of, reach
 from delivered.model.translate import translated
 from delivered.model.work import Action, ShardMessage
+from delivered.pipeline.batches import Batches
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import check_start
-from delivered.pipeline.spec import PipelineSpec, SinkSpec, with_schemas
+from delivered.pipeline.spec import PipelineSpec, SinkSpec
 from delivered.spark.check import checkpoint_store, sender_of
 from delivered.spark.internals import is_connect, query_checkpoint, to_arrow
 from delivered.spark.settings import unadapted
 from delivered.spark.task import arm_driver
-from delivered.spark.writers import MESSAGE, ForeachTask, commit_next, find_runner, plan_next, read_view_of, unpacked
+from delivered.spark.writers import MESSAGE, ForeachTask, unpacked
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -100,13 +101,12 @@ def save_batch(spec: PipelineSpec, df: DataFrame, batch_id: int) -> None:
 
 def _save(spec: PipelineSpec, df: DataFrame, batch: int) -> None:
     schema = without_rejected(to_arrow(df.schema))
-    sinks = spec.checked(schema)
+    batches = Batches(spec, spec.checked(schema), schema)
     with ExitStack() as held:
-        view = read_view_of(spec)
+        view = batches.view()
         if view.batch:
             held.enter_context(serving_query())
-        runner = find_runner(spec, sinks, view.incarnation)
-        plan = plan_next(spec, runner, view, schema)
+        plan = batches.plan(view)
         if plan.batch != batch:
             raise InvariantBroken(
                 "BATCH_DIFFERS.FOREACH_BATCH", batch=batch, checkpoint=spec.checkpoint, planned=plan.batch
@@ -115,22 +115,22 @@ def _save(spec: PipelineSpec, df: DataFrame, batch: int) -> None:
         if plan.action is Action.SKIP and not plan.rewrite:
             reach(StepId.LOG, Moment.BEFORE, batch=batch)
             return
-        sinks = with_schemas(spec, sinks, schema, plan)
+        sinks = batches.sinks_for(plan)
         task = ForeachTask(sinks, plan, schema, spec.one_of_each)
         try:
             with unadapted(df.sparkSession):
                 returned, tasks = _returned(df.mapInArrow(task, f"{MESSAGE} binary"))
         except Exception:
-            runner.abort_unreported(plan)
+            batches.runner(view.incarnation).abort_unreported(plan)
             raise
         messages: list[ShardMessage | None] = [unpacked(data, plan) for data in returned]
         messages += [None] * (tasks - len(messages))
         try:
             if not messages:  # no partitions: one shard, as in Spark's own writes, so that a rerun is compared
                 messages = [write_shard(sinks, plan, 0, 0, iter(()), schema, partial(may_send, plan, 0))]
-            commit_next(spec, runner, schema, batch, plan.offsets, messages)
+            batches.commit(batch, messages)
         except Exception:
-            runner.abort(messages)
+            batches.abort(messages)
             raise
 
 

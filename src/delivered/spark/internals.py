@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import psutil
     import pyarrow as pa
-    from pyspark import TaskContext
     from pyspark.sql import SparkSession
     from pyspark.sql.types import StructType
 
@@ -80,6 +79,8 @@ IDLE = ("Waiting for data to arrive", "Waiting for next trigger")
 """A query's status messages when no batch runs. The first one ends as soon as it asks a source for offsets."""
 FOREACH_BATCH = "foreachBatch"
 """A writer's format, if it has a function instead."""
+QUERY_ID, BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"
+"""Local properties of a job of a streaming query."""
 
 INTERNALS |= {
     "FORMAT_NOT_FOUND": ("DATA_SOURCE_NOT_FOUND", "formats are not found in a session or on a thread without them"),
@@ -89,6 +90,8 @@ INTERNALS |= {
     "EVENT_TIME": (EVENT_TIME, "an audit does not know that a watermark drops rows"),
     "WINDOW_END": (WINDOW_END.pattern, "an audit does not know that a watermark drops windows"),
     "IDLE": (", ".join(IDLE), "a query is stopped after the time limit, not between two batches"),
+    "QUERY_ID": (QUERY_ID, "no task of a stream writes"),
+    "BATCH_ID": (BATCH_ID, "no task of a stream writes"),
     "FOREACH_BATCH": (FOREACH_BATCH, "a batch of a user's foreachBatch may run again with other shards"),
 }
 
@@ -271,12 +274,6 @@ def run_daemon() -> None:
     import_module("pyspark.daemon").manager()
 
 
-@_touches("local properties sql.streaming.queryId, streaming.sql.batchId", "no task of a stream writes")
-def running_batch(task: TaskContext) -> tuple[str | None, str | None]:
-    """Query and batch of a task; None outside a stream."""
-    return task.getLocalProperty("sql.streaming.queryId"), task.getLocalProperty("streaming.sql.batchId")
-
-
 # Frames and plans.
 
 
@@ -395,7 +392,7 @@ def query_checkpoint(df: Any) -> str | None:
     spark = df.sparkSession
     if is_connect(spark):
         return None
-    query = spark.sparkContext.getLocalProperty("sql.streaming.queryId")
+    query = spark.sparkContext.getLocalProperty(QUERY_ID)
     # The session is a clone of the query's; its own `streams` does not know the query.
     queries = spark._jsparkSession.sharedState().activeStreamingQueries()
     running = queries.get(spark._jvm.java.util.UUID.fromString(query)) if query else None

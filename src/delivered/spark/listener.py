@@ -13,15 +13,15 @@ from weakref import WeakKeyDictionary
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
-from delivered.checkpoint.history import batches
+from delivered.checkpoint.history import records_since
 from delivered.operate.lineage import Lineage
+from delivered.operate.metrics import FAILED, query_families
 from delivered.pipeline.definition import Definition
 from delivered.spark.internals import to_arrow
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
     from pyspark.sql.streaming.listener import (
-        QueryIdleEvent,
         QueryProgressEvent,
         QueryStartedEvent,
         QueryTerminatedEvent,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 _RUNNING_EVERY_S = 60.0
-_FAILED = "failed"
 _REPORTS = 100
 """Batches that may end until Spark reports one: its events arrive later, on a thread of their own."""
 
@@ -76,56 +75,22 @@ class QueryMetrics(StreamingQueryListener):
         """Rows that a batch wrote to all sinks; 0 if it was decided before, and nothing was written now."""
         if name not in self._checkpoints:
             return 0
-        newest = batches(self._checkpoints[name], _REPORTS)
-        now = (r for r in newest if r.batch == batch and r.decided_at_ms >= self._began_ms)
-        return sum(sum(r.records.values()) for r in now)
-
-    def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802
-        pass
+        return sum(records_since(self._checkpoints[name], self._began_ms, batch, newest=_REPORTS).values())
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802
         with self._lock:
             name = self._names.pop(str(event.id), str(event.id))
             if event.exception is not None:
-                self._totals[name][_FAILED] += 1
+                self._totals[name][FAILED] += 1
             self._last.pop(name, None)
 
     def describe(self) -> Sequence[Metric]:
         return [*self.collect()]
 
     def collect(self) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         with self._lock:
-            last, totals = dict(self._last), {n: Counter(c) for n, c in self._totals.items()}
-        for key, text in (
-            ("batches", "Batches that Spark ran."),
-            ("input_rows", "Rows read, by Spark's count."),
-            ("output_rows", "Rows written to all sinks."),
-            ("late_rows", "Rows dropped as older than the watermark."),
-            (_FAILED, "Queries that ended with an error."),
-        ):
-            counter = CounterMetricFamily(f"delivered_query_{key}", text, labels=("query",))
-            for name, counts in totals.items():
-                counter.add_metric((name,), counts[key])
-            yield counter
-        phases = GaugeMetricFamily(
-            "delivered_query_phase_seconds", "Of the newest batch, by Spark's phase.", labels=("query", "phase")
-        )
-        state = GaugeMetricFamily(
-            "delivered_query_state_rows", "Rows in the state store.", labels=("query", "operator")
-        )
-        memory = GaugeMetricFamily(
-            "delivered_query_state_bytes", "Memory of the state store.", labels=("query", "operator")
-        )
-        for name, progress in last.items():
-            for phase, ms in progress.durationMs.items():
-                phases.add_metric((name, phase), ms / 1000)
-            for number, operator in enumerate(progress.stateOperators):
-                labels = (name, f"{number} {operator.operatorName}")
-                state.add_metric(labels, operator.numRowsTotal)
-                memory.add_metric(labels, operator.memoryUsedBytes)
-        yield from (phases, state, memory)
+            newest, totals = dict(self._last), {n: Counter(c) for n, c in self._totals.items()}
+        yield from query_families(totals, newest)
 
 
 @dataclass
@@ -136,13 +101,7 @@ class _Run:
     reported_at: float = field(default_factory=time.monotonic)
 
     def written(self) -> dict[str, int]:
-        """Records by sink since the start, as far as the checkpoint's history goes back."""
-        sums: dict[str, int] = {}
-        for report in batches(self.checkpoint):
-            if report.decided_at_ms >= self.began_ms:
-                for sink, records in report.records.items():
-                    sums[sink] = sums.get(sink, 0) + records
-        return sums
+        return records_since(self.checkpoint, self.began_ms)
 
 
 class _Listener(StreamingQueryListener):
@@ -160,9 +119,6 @@ class _Listener(StreamingQueryListener):
         if run is not None and time.monotonic() - run.reported_at >= _RUNNING_EVERY_S:
             run.reported_at = time.monotonic()
             run.lineage.running(run.written())
-
-    def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802
-        pass
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802
         self.end(str(event.runId), event.exception)

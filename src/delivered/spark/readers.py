@@ -24,8 +24,7 @@ from delivered.spark.compat import (
     SupportsTriggerAvailableNow,
     asked_without_start,
 )
-from delivered.spark.internals import running_batch
-from delivered.spark.task import arm, running_task
+from delivered.spark.task import arm, running_batch, running_task
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -35,8 +35,8 @@ from delivered.model.identity import Scope
 from delivered.model.ranges import backquoted
 from delivered.pipeline.endpoint import Projection
 from delivered.pipeline.transform import Transform
-from delivered.spark.internals import from_arrow, pickle_by_value, running_batch, to_arrow
-from delivered.spark.task import arm, running_task
+from delivered.spark.internals import from_arrow, pickle_by_value, to_arrow
+from delivered.spark.task import arm, running_batch, running_task
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

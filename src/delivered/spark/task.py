@@ -11,7 +11,7 @@ from pyspark import TaskContext
 
 from delivered.model.errors import InvariantBroken
 from delivered.model.step import WARNING_MARK, JsonLines, as_json, work_for
-from delivered.spark.internals import running_batch
+from delivered.spark.internals import BATCH_ID, QUERY_ID
 
 _armed = False
 _modules_frozen = 0
@@ -56,6 +56,11 @@ def running_task() -> TaskContext:
     if task is None:
         raise InvariantBroken("NO_TASK.ROWS")
     return task
+
+
+def running_batch(task: TaskContext) -> tuple[str | None, str | None]:
+    """Query and batch of a task; None outside a stream."""
+    return task.getLocalProperty(QUERY_ID), task.getLocalProperty(BATCH_ID)
 
 
 def _spare_the_collector() -> None:

@@ -4,9 +4,6 @@ engine."""
 from __future__ import annotations
 
 import pickle
-import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,22 +14,16 @@ import pyarrow as pa
 from delivered.engine.shard import may_send, write_shard
 from delivered.engine.sinks import Sinks
 from delivered.engine.transform import decode
-from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, InvariantBroken
-from delivered.model.identity import Scope
 from delivered.model.patience import in_query
-from delivered.model.rows import OnBadRow, Rows
-from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import BatchPlan, CheckpointView, ShardMessage, Tolerance
+from delivered.model.rows import Rows
+from delivered.model.work import BatchPlan, ShardMessage, Tolerance
 from delivered.spark.compat import ArrowWriter, StreamArrowWriter, WriterCommitMessage
-from delivered.spark.internals import running_batch
-from delivered.spark.task import arm, running_task
+from delivered.spark.task import arm, running_batch, running_task
 
 if TYPE_CHECKING:
-    from delivered.engine.runner import Runner
+    from delivered.pipeline.batches import Batches
     from delivered.pipeline.spec import PipelineSpec
-
-# The engine's driver code is imported where it is called: tasks unpickle writers, and must not load it.
 
 
 @dataclass
@@ -65,19 +56,26 @@ class Recovering:
     def __getstate__(self) -> dict[str, Any]:
         if self._plan is None:
             try:
-                plan = self._recover()
-                if any(m.sink.schema_columns for m in self._sinks.members):
-                    from delivered.pipeline.spec import with_schemas
-
-                    self._sinks = with_schemas(self._spec, self._sinks, self._schema, plan)
-                self._plan = plan
+                self._recover()
             except DeliveredError as error:
                 # PySpark wraps any other type in "Could not serialize object".
                 raise pickle.PicklingError(str(error)) from None
         return {**self.__dict__, **dict.fromkeys(self._stays)}
 
-    def _recover(self) -> BatchPlan:
-        raise NotImplementedError
+    def _on_driver(self) -> Batches:
+        """Sets the process up for a call of the driver."""
+        from delivered.pipeline.batches import Batches  # not in a task
+
+        arm(self._spec.pipeline)
+        return Batches(self._spec, self._sinks, self._schema)
+
+    def _recover(self) -> None:
+        batches = self._on_driver()
+        view = batches.view()
+        if view.batch:
+            in_query()
+        plan = batches.plan(view)
+        self._sinks, self._plan = batches.sinks_for(plan), plan
 
     def _planned(self) -> BatchPlan:
         if self._plan is None:
@@ -104,36 +102,16 @@ class StreamWriter(Recovering, StreamArrowWriter):
         super().__init__(spec, sinks, schema)
         self._rows = rows
 
-    def _recover(self) -> BatchPlan:
-        arm(self._spec.pipeline)
-        view = read_view_of(self._spec)
-        if view.batch:
-            in_query()
-        return plan_next(self._spec, find_runner(self._spec, self._sinks, view.incarnation), view, self._schema)
-
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         check_running(self._planned())
         return self._write(self._rows(iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        arm(self._spec.pipeline)
         in_query()
-        shards = messages_of(messages)
-        plan = next((m.plan for m in shards if m is not None), None)
-        if plan is not None:
-            incarnation, offsets = plan.scope.incarnation, plan.offsets
-        else:
-            view = read_view_of(self._spec)
-            incarnation, offsets = view.incarnation, view.offsets
-        commit_next(
-            self._spec, find_runner(self._spec, self._sinks, incarnation), self._schema, batchId, offsets, shards
-        )
+        self._on_driver().commit(batchId, messages_of(messages))
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803, ARG002
-        shards = messages_of(messages)
-        plan = next((m.plan for m in shards if m is not None), None)
-        if plan is not None:
-            find_runner(self._spec, self._sinks, plan.scope.incarnation).abort(shards)
+        self._on_driver().abort(messages_of(messages))
 
 
 @dataclass(frozen=True)
@@ -166,24 +144,22 @@ class BatchWriter(Recovering, ArrowWriter):
 
     def __init__(self, spec: PipelineSpec, sinks: Sinks, schema: pa.Schema) -> None:
         # Every run is its own incarnation, on purpose.
-        super().__init__(replace(spec, tolerance=Tolerance(new_checkpoint=True)), sinks, schema)
-        self._run = spec.run
+        super().__init__(replace(spec, run_id=spec.run, tolerance=Tolerance(new_checkpoint=True)), sinks, schema)
 
-    def _recover(self) -> BatchPlan:
+    def _on_driver(self) -> Batches:
+        from delivered.pipeline.batches import Run  # not in a task
+
         arm(self._spec.pipeline)
-        return find_runner(self._spec, self._sinks, self._run).plan(CheckpointView.of_run(self._run), self._schema)
+        return Run(self._spec, self._sinks, self._schema)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         return self._write(map(decode, iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        arm(self._spec.pipeline)
-        runner = find_runner(self._spec, self._sinks, self._run)
-        view = CheckpointView.of_run(self._run)
-        runner.commit(view.batch, view.offsets, messages_of(messages), run=True)
+        self._on_driver().commit(0, messages_of(messages))
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        find_runner(self._spec, self._sinks, self._run).abort(messages_of(messages))
+        self._on_driver().abort(messages_of(messages))
 
 
 def _write_shard(sinks: Sinks, plan: BatchPlan, batches: Iterator[Rows], schema: pa.Schema) -> ShardMessage:
@@ -229,103 +205,5 @@ def unpacked(data: bytes, plan: BatchPlan) -> ShardMessage:
     return replace(returned, plan=plan)
 
 
-def read_view_of(spec: PipelineSpec) -> CheckpointView:
-    from delivered.checkpoint.folder import read_view  # not in a task
-
-    return read_view(checkpoint_of(spec))
-
-
-def plan_next(spec: PipelineSpec, own: Runner, view: CheckpointView, schema: pa.Schema) -> BatchPlan:
-    """Recover a stream, and plan its next batch according to the checkpoint."""
-    from delivered.checkpoint.folder import holds_state, repartitions_before
-
-    checkpoint = checkpoint_of(spec)
-    first = own.is_first(view, spec.start or "")
-    if first:
-        view = replace(view, repartitions=repartitions_before(checkpoint, view.batch))
-    # In a foreachBatch of their own, users decide what is written, perhaps twice to one sink: always compared.
-    own_call = spec.batch is not None and spec.start is None
-    keeps_state = (lambda: True) if own_call else partial(holds_state, checkpoint)
-    plan = own.plan(view, schema, start=spec.start or "", keeps_state=keeps_state)
-    if spec.on_bad_row is not OnBadRow.FAIL and (first or spec.rejects):
-        from delivered.checkpoint.sidecar import forget_task_files
-
-        forget_task_files(checkpoint, view.batch, decided=plan.is_decided)
-    return plan
-
-
-def commit_next(
-    spec: PipelineSpec,
-    own: Runner,
-    schema: pa.Schema,
-    batch: int,
-    offsets: str,
-    messages: Sequence[ShardMessage | None],
-) -> None:
-    """Decide the planned batch of a stream, and make it visible. See `Runner.commit`."""
-    from delivered.checkpoint.history import add  # not in a task
-
-    report = partial(add, checkpoint_of(spec))
-    own.commit(batch, offsets, messages, report=report, rejected=partial(rejected_rows, spec, schema))
-    reach(StepId.LOG, Moment.BEFORE, batch=batch)
-
-
-def rejected_rows(spec: PipelineSpec, schema: pa.Schema, plan: BatchPlan) -> Rows | None:
-    """Records of a batch that its tasks could not turn into rows. None: there are none.
-
-    Runs on the driver, after all tasks.
-    """
-    if spec.on_bad_row is OnBadRow.FAIL or spec.checkpoint is None:
-        return None
-    if not (spec.rejects or plan.is_decided):  # what an earlier start decided may hold some
-        return None
-    from delivered.checkpoint.sidecar import gather_task_files
-    from delivered.engine.transform import join_rejected, unpack_rejected
-
-    records = gather_task_files(spec.checkpoint, plan.batch, spec.start or "", join_rejected)
-    return None if records is None else Rows(pa.RecordBatch.from_pylist([], schema=schema), unpack_rejected(records))
-
-
-def checkpoint_of(spec: PipelineSpec) -> str:
-    if spec.checkpoint is None:
-        raise InvariantBroken("CHECKPOINT_UNKNOWN")
-    return spec.checkpoint
-
-
 def messages_of(messages: Sequence[WriterCommitMessage | None]) -> list[ShardMessage | None]:
     return [m.message if isinstance(m, ShardCommit) else None for m in messages]
-
-
-def find_runner(spec: PipelineSpec, sinks: Sinks, incarnation: str) -> Runner:
-    """The runner of a pipeline, opened once per process, which Spark reuses for many batches."""
-    from delivered.engine.context import Context
-    from delivered.engine.owner import locate
-    from delivered.engine.runner import Runner
-
-    if spec.sender is None:
-        raise InvariantBroken("OWNER_UNKNOWN", pipeline=spec.pipeline)
-    scope, owner = Scope(spec.pipeline, sinks.decider.name, incarnation), spec.sender.owner
-    key = (scope, owner.id, spec.key)
-    with _lock:
-        if key in _runners:
-            _runners.move_to_end(key)
-            return _runners[key]
-    opened = Context.open(sinks, scope, spec.guarantee, locate(owner), spec.tolerance, spec.transform)
-    register = None
-    if spec.guarantee is Guarantee.AT_MOST_ONCE:
-        from delivered.engine.arbiter import register_plan  # no other guarantee needs it
-
-        register = partial(register_plan, scope, owner, spec.sender.address)
-    runner = Runner(sinks, opened, register)
-    # Closed when nobody uses it: in the user's process, other threads write batches of other queries.
-    weakref.finalize(runner, opened.close).atexit = False
-    with _lock:
-        runner = _runners.setdefault(key, runner)
-        while len(_runners) > _RUNNERS_MAX:
-            _runners.popitem(last=False)
-    return runner
-
-
-_RUNNERS_MAX = 8
-_lock = threading.Lock()
-_runners: OrderedDict[tuple[Scope, str, str], Runner] = OrderedDict()
