@@ -317,7 +317,7 @@ class Pipeline(Definition):
             own: in a session of their own, which has none of the user's views.
         """
         from delivered.audit.request import sealing
-        from delivered.audit.spark.continuous import AuditSession, load_of
+        from delivered.audit.spark.audit import AuditSession, load_of
         from delivered.operate.continuous import ContinuousAudit, record_failure, sealed_s, seals_now, unsealed
         from delivered.spark.start import ready, running
 

@@ -10,9 +10,8 @@ from tests.support.pulsar import FULL, native
 from tests.support.pulsar_transactions import Open, cluster, soon
 from tests.support.servers import Pulsar
 
-from delivered.clients.pulsar.cluster import Cluster
 from delivered.clients.pulsar.commands import Error, NoAnswer, Rejected
-from delivered.clients.pulsar.connection import Settings
+from delivered.clients.pulsar.connection import Cluster, Settings
 from delivered.clients.pulsar.producer import COMPRESSIONS, Message, TooLong
 from delivered.clients.pulsar.transactions import Coordinators, TransactionId
 from delivered.model.options import parse_address

@@ -14,8 +14,7 @@ from tests.support.pulsar import FULL, native, sink
 from tests.support.pulsar_transactions import Open, soon
 from tests.support.two_pulsars import COORDINATORS, TwoPulsars, serving
 
-from delivered.clients.pulsar.cluster import Cluster
-from delivered.clients.pulsar.connection import Settings
+from delivered.clients.pulsar.connection import Cluster, Settings
 from delivered.clients.pulsar.producer import Message
 from delivered.clients.pulsar.transactions import COORDINATORS as TOPIC
 from delivered.clients.pulsar.transactions import Coordinators

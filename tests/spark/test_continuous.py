@@ -18,7 +18,7 @@ from tests.spark.log_to_sqlite import produce
 
 import delivered
 from delivered.audit.sealed import Sealed
-from delivered.audit.spark.continuous import load_of
+from delivered.audit.spark.audit import load_of
 from delivered.checkpoint.history import audits
 from delivered.engine.context import open_ledger
 from delivered.model.identity import Scope

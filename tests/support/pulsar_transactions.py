@@ -8,8 +8,7 @@ from typing import Any
 from tests.support.pulsar import FULL
 from tests.support.servers import Pulsar
 
-from delivered.clients.pulsar.cluster import Cluster
-from delivered.clients.pulsar.connection import Settings
+from delivered.clients.pulsar.connection import Cluster, Settings
 from delivered.clients.pulsar.producer import Flow, Message, Producer
 from delivered.clients.pulsar.transactions import Coordinators
 from delivered.model.options import parse_address

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from delivered.checkpoint import history
-from delivered.checkpoint.history import RUNS_MAX, Run, Sample, Samples
+from delivered.checkpoint.history import RUNS_MAX, Run, Sample, Samples, looked_at, new_dead_letters
 from delivered.model.errors import DeliveredError, Unreachable
-from delivered.operate.looks import looked_at, new_dead_letters
 from delivered.operate.pace import pace_of
 from delivered.operate.rules import run_problems
 from delivered.operate.status import Driver, SinkStatus, Status

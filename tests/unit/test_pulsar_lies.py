@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from delivered.clients.pulsar.cluster import Cluster
 from delivered.clients.pulsar.commands import (
     MESSAGE,
     Error,
@@ -25,7 +24,7 @@ from delivered.clients.pulsar.commands import (
     encode_send,
     frame_size,
 )
-from delivered.clients.pulsar.connection import Connection, Settings
+from delivered.clients.pulsar.connection import Cluster, Connection, Settings
 from delivered.clients.pulsar.producer import Flow, Message, Producer, Resend
 from delivered.clients.pulsar.transactions import Coordinators, TransactionId
 from delivered.model.limits import PULSAR_COMMAND_BYTES_MAX

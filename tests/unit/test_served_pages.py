@@ -27,7 +27,7 @@ from tests.support.without_spark import deliver
 
 from delivered import Pipeline
 from delivered.checkpoint import history
-from delivered.checkpoint.history import Run, Sample, State
+from delivered.checkpoint.history import NewDeadLetters, Run, Sample, State
 from delivered.cli.status import Trends, table
 from delivered.model.work import BatchReport
 from delivered.operate import chart
@@ -35,7 +35,6 @@ from delivered.operate import server as page_server
 from delivered.operate.asking import status
 from delivered.operate.dead_letters import DeadLetter
 from delivered.operate.flow import Flow
-from delivered.operate.looks import NewDeadLetters
 from delivered.operate.overview import COLUMNS, Order, Row
 from delivered.operate.pace import Pace
 from delivered.operate.page import Actions, Frame, dead_letters_page, overview, pipeline_page

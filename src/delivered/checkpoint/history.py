@@ -4,7 +4,7 @@ What its batches took, its lag, its state and what its audits found: one line ea
 synced, and a batch that a later start finished has none.
 
 The starts, ends and errors of its driver: the newest ones, wherever the checkpoint is. A driver that is killed leaves a
-run without an end, and two drivers at once may lose each other's line.
+run without an end, and two drivers at once may lose each other's line. With them, what an operator has looked at.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from pyarrow import fs
 
@@ -392,3 +392,60 @@ def runs(location: str) -> list[Run]:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
+
+
+# Which dead letters an operator has looked at: those since then are a problem.
+
+LOOKS_FILE = "delivered/looked-at.json"
+
+
+@dataclass(frozen=True)
+class NewDeadLetters:
+    """
+    Attributes:
+        count: since the last look. since_ms: when that was, in milliseconds since 1970; None: never.
+    """
+
+    count: int
+    since_ms: int | None
+
+
+class _Counted(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def records(self) -> int | None: ...
+    @property
+    def dead_letters(self) -> bool: ...
+
+
+def new_dead_letters(location: str, sinks: Iterable[_Counted]) -> dict[str, NewDeadLetters]:
+    """By sink that holds dead letters, and whose ledger answered."""
+    queues = {s.name: s.records for s in sinks if s.dead_letters and s.records is not None}
+    seen = _read_looks(location) if queues else {}
+    found: dict[str, NewDeadLetters] = {}
+    for name, records in queues.items():
+        at = seen.get(name)
+        # More were seen than there are: the checkpoint is a new one.
+        before = at["records"] if at is not None and at["records"] <= records else 0
+        found[name] = NewDeadLetters(records - before, at["at_ms"] if before and at is not None else None)
+    return found
+
+
+def looked_at(location: str, sinks: Iterable[_Counted]) -> None:
+    """Remember that an operator has seen what there is. Never raises: one who may only read looks, too."""
+    now = _now_ms()
+    counts = {s.name: {"records": s.records, "at_ms": now} for s in sinks if s.dead_letters and s.records is not None}
+    try:
+        folder.write_record(location, LOOKS_FILE, {"dead_letters": {**_read_looks(location), **counts}})
+    except DeliveredError as error:
+        log.debug("the look was not kept: %s", error)
+
+
+def _read_looks(location: str) -> Mapping[str, Any]:
+    try:
+        text = folder.read(location, LOOKS_FILE)
+        return {} if text is None else dict(without_format(json.loads(text), "looks")["dead_letters"])
+    except (DeliveredError, ValueError, KeyError, TypeError) as error:
+        log.debug("earlier looks cannot be read: %s", error)
+        return {}

@@ -102,8 +102,8 @@ def list_dead_letters(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List dead letters of the pipeline's checkpoint that are open, in the order in which they are stored."""
+    from delivered.checkpoint.history import looked_at
     from delivered.operate.dead_letters import dead_letters
-    from delivered.operate.looks import looked_at
 
     pipeline = read(file, set_)
     with working("reading the dead letters"):

@@ -22,7 +22,7 @@ import yaml
 
 from delivered.audit.sealed import Sealed
 from delivered.checkpoint.folder import is_done, read_logged, started_ms
-from delivered.checkpoint.history import batches, last_audits, runs, samples, totals
+from delivered.checkpoint.history import batches, last_audits, new_dead_letters, runs, samples, totals
 from delivered.contract.source import HeldBack, Retained, Source
 from delivered.engine.context import open_ledger, open_shared_ledger
 from delivered.engine.owner import is_running
@@ -31,7 +31,6 @@ from delivered.model.identity import Scope, by_source
 from delivered.model.patience import within
 from delivered.model.secrets import shown
 from delivered.model.work import BatchReport, Decision, LedgerState
-from delivered.operate.looks import new_dead_letters
 from delivered.operate.pace import pace_of
 from delivered.operate.problem import Problem
 from delivered.operate.rules import problems_of

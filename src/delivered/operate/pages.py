@@ -14,11 +14,11 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from delivered import html
+from delivered.checkpoint.history import looked_at
 from delivered.model.errors import DeliveredError
 from delivered.operate.asking import ASK_S_MAX, look, status
 from delivered.operate.dead_letters import dead_letters, drop, retry
 from delivered.operate.flow import Flow, flow_of
-from delivered.operate.looks import looked_at
 from delivered.operate.overview import Order, Row
 from delivered.operate.page import HOURS, Actions, Frame, dead_letters_page, message_page, overview, pipeline_page
 from delivered.operate.problem import Problem

@@ -10,11 +10,10 @@ from enum import StrEnum
 from typing import Any
 
 from delivered import html
-from delivered.checkpoint.history import Run, Totals
+from delivered.checkpoint.history import NewDeadLetters, Run, Totals
 from delivered.contract.source import DedupWindow, HeldBack, ReceiverReport
 from delivered.model.identity import SOURCE
 from delivered.model.work import BatchReport
-from delivered.operate.looks import NewDeadLetters
 from delivered.operate.pace import Pace
 from delivered.operate.problem import Problem
 from delivered.operate.seals import SealStatus, sealed_text

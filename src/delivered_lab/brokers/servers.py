@@ -531,7 +531,8 @@ def _run(command: list[str], folder: Path, variables: Mapping[str, str] | None =
 def _found() -> dict[str, Server]:
     names = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
     modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
-    return {m.__name__.rpartition(".")[2]: m.SERVER for m in modules if hasattr(m, "SERVER")}
+    servers = {m.__name__.rpartition(".")[2]: m.SERVER for m in modules if hasattr(m, "SERVER")}
+    return dict(sorted({"mariadb": importlib.import_module(f"{__package__}.mysql").MARIADB, **servers}.items()))
 
 
 SERVERS: Mapping[str, Server] = _found()

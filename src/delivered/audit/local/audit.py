@@ -19,8 +19,8 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.audit.account import Comparison, Findings, Progress, Ranges, account, guarded
+from delivered.audit.local import chosen_sink, request_of
 from delivered.audit.local.reconcile import Side, joined, reconcile
-from delivered.audit.local.request import chosen_sink, request_of
 from delivered.audit.local.rows import Budget, empty_batch, find_columns, read_slices
 from delivered.audit.places import Places, locating_column, sink_partitions, source_partitions
 from delivered.audit.recheck import Rechecked, recheck

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from delivered.audit.account import Progress, account, guarded
 from delivered.audit.keys import KeyShare
-from delivered.audit.local.request import chosen_sink, request_of
+from delivered.audit.local import chosen_sink, request_of
 from delivered.audit.recheck import Rechecked, recheck
 from delivered.audit.report import AuditReport
 from delivered.audit.request import AuditRequest, Sealing, Transform
@@ -28,15 +28,22 @@ from delivered.engine.shard import validate
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.identity import Scope
 from delivered.model.rows import OnBadRow, Rows
+from delivered.model.schedule import Load
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import sink_as_started
+from delivered.pipeline.progress import plain_report
+from delivered.source import lag
 from delivered.spark.compat import PYTHON_SOURCES
+from delivered.spark.internals import IDLE, is_connect
 from delivered.spark.rows import Failing, apply_transform, own_views, projected
+from delivered.spark.settings import AUDIT_POOL
 from delivered.spark.start import ready
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+_PROPERTY, _JOB_GROUP = "spark.scheduler.pool", "spark.jobGroup.id"
 
 
 def audit_sink(
@@ -111,7 +118,7 @@ def _numbered(keys: KeyShare, request: AuditRequest) -> KeyShare:
         raise Refused("AUDIT_KEYS.NO_KEY", sink=request.named_sink)
     view = read_view(request.checkpoint)
     known: list[Mapping[str, Any]] = [*audits(request.checkpoint)]
-    with suppress(DeliveredError):  # then the audit says so itself
+    with contextlib.suppress(DeliveredError):  # then the audit says so itself
         known += Seals(request, Scope(request.pipeline, request.named_sink, view.incarnation)).shares()
     return keys.after(known, request.named_sink, f"{view.incarnation}/{view.batch}")
 
@@ -164,3 +171,59 @@ def _accepted(frame: DataFrame, sink: Sink) -> DataFrame:
             yield validate(sink, Rows(batch)).good
 
     return frame.mapInArrow(pick, frame.schema)
+
+
+# Audits of a running query in its own Spark application: in a session and a scheduler pool of their own, which gets
+# what the query leaves.
+
+
+def load_of(query: Any) -> Load:
+    """What a query does now. It is behind if more offsets wait than its last batch took."""
+    if not query.isActive:
+        return Load(idle=True, behind=False)
+    idle, last = query.status["message"] in IDLE, query.lastProgress
+    if last is None:
+        return Load(idle)
+    behind = None
+    for source in plain_report(last)["sources"]:
+        waits = lag(source)
+        took = lag({"endOffset": source.get("startOffset"), "latestOffset": source.get("endOffset")})
+        if waits is not None and took is not None:
+            behind = bool(behind) or waits > took
+    return Load(idle, behind)
+
+
+class AuditSession:
+    """Where the audits of a pipeline run, one at a time.
+
+    Args:
+        spark: of the query.
+        name: of the pipeline.
+        own: in a session of their own, so that settings of an audit are not the query's. Views of the user are not
+            there.
+    """
+
+    def __init__(self, spark: SparkSession, name: str, *, own: bool) -> None:
+        self._spark = spark.newSession() if own else spark
+        self._context = None if is_connect(spark) else spark.sparkContext
+        self._group = f"{AUDIT_POOL}-{name}"
+
+    @contextlib.contextmanager
+    def low_priority(self) -> Iterator[SparkSession]:
+        """The jobs of this thread, and only these, are in the pool, and `cancel` ends them."""
+        context = self._context
+        if context is None:
+            yield self._spark
+            return
+        context.setJobGroup(self._group, "audit", interruptOnCancel=True)
+        context.setLocalProperty(_PROPERTY, AUDIT_POOL)
+        try:
+            yield self._spark
+        finally:
+            for name in (_PROPERTY, _JOB_GROUP):
+                context.setLocalProperty(name, None)  # type: ignore[arg-type]
+
+    def cancel(self) -> None:
+        """End the jobs of a running audit."""
+        if self._context is not None:
+            self._context.cancelJobGroup(self._group)

@@ -23,7 +23,7 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from delivered.audit.account import Progress, reason
 from delivered.audit.evidence import Damage, Verdict
 from delivered.audit.judge import contradictions
-from delivered.audit.local.request import chosen_sink
+from delivered.audit.local import chosen_sink
 from delivered.audit.report import AuditReport, ChainReport, Segment
 from delivered.audit.request import (
     AuditRequest,

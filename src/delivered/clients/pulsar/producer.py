@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from delivered.clients.pulsar.cluster import Cluster
 from delivered.clients.pulsar.commands import MESSAGE, Error, NoAnswer, NotSent, Rejected, encode_send
-from delivered.clients.pulsar.connection import Connection
+from delivered.clients.pulsar.connection import Cluster, Connection
 from delivered.clients.pulsar.transactions import TransactionId
 from delivered.model.limits import PULSAR_IN_FLIGHT_BYTES_MAX
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from delivered.clients.pulsar.cluster import Cluster
 from delivered.clients.pulsar.commands import ABORT, COMMIT, Error, NoAnswer, Rejected
-from delivered.clients.pulsar.connection import Connection
+from delivered.clients.pulsar.connection import Cluster, Connection
 from delivered.model.work import Failed, Ok, Outcome, Unknown
 
 COORDINATORS = "persistent://pulsar/system/transaction_coordinator_assign"

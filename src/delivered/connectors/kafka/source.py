@@ -357,7 +357,7 @@ class KafkaDriver(SourceDriver):
 
     def held_back(self) -> HeldBack | None:
         """By the partitions' ends and producers, and the coordinators' lists."""
-        from delivered.connectors.kafka.held_back import find_held_back
+        from delivered.connectors.kafka.committer import find_held_back
 
         if not self._options.committed_only:
             return None

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from delivered.clients.pulsar.cluster import Cluster
 from delivered.clients.pulsar.commands import Error, NoAnswer, Rejected
+from delivered.clients.pulsar.connection import Cluster
 from delivered.clients.pulsar.producer import BATCH_BYTES, Flow, Message, Producer, Resend
 from delivered.clients.pulsar.transactions import Coordinators, TransactionId
 from delivered.connectors.pulsar import PulsarSinkOptions

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from delivered.clients.pulsar.cluster import Cluster
 from delivered.clients.pulsar.commands import Error, NoAnswer, Rejected
-from delivered.clients.pulsar.connection import Settings
+from delivered.clients.pulsar.connection import Cluster, Settings
 from delivered.clients.pulsar.producer import TooLong
 from delivered.clients.pulsar.transactions import Coordinators, TransactionId
 from delivered.connectors.pulsar import Place, PulsarSinkOptions

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from delivered_lab.verify.systems import mysql
 from delivered_lab.verify.systems.base import Poll, Row, SinkClient, SinkKind, SourceClient, SourceKind, System
 
 SQLITE, POSTGRES, POSTGRES_2PC, DELTA, FILES = "sqlite", "postgres", "postgres-2pc", "delta", "files"
@@ -42,10 +43,10 @@ Kind = TypeVar("Kind", SinkKind, SourceKind)
 
 
 def find() -> dict[str, System]:
-    """Every system of this folder by its module's name."""
+    """Every system of this folder by its module's name, and MariaDB, which is read as MySQL."""
     modules = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
     systems = {m.__name__.rpartition(".")[2]: m.SYSTEM for m in modules if hasattr(m, "SYSTEM")}
-    return {"group": _GROUP, **systems}
+    return {"group": _GROUP, "mariadb": mysql.MARIADB, **systems}
 
 
 def _ordered(kinds: Sequence[Kind], first: Sequence[str]) -> dict[str, Kind]:

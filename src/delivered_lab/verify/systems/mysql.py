@@ -1,4 +1,4 @@
-"""A table of MySQL itself, read with PyMySQL by the judge's own statements; `mariadb` has the same of MariaDB."""
+"""A table of MySQL itself, read with PyMySQL by the judge's own statements; the same of MariaDB."""
 
 from __future__ import annotations
 
@@ -185,3 +185,4 @@ def build_system(server: str, properties: Mapping[str, str]) -> System:
 
 SYSTEM = build_system("mysql", {"tls_version": ""})
 """Without TLS, which MySQL offers by itself: the proxy reads statements."""
+MARIADB = build_system("mariadb", {})
