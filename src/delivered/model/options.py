@@ -20,6 +20,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 from delivered.model.errors import UsageError, texts
 from delivered.model.identity import SOURCE, by_source
 from delivered.model.secrets import holds_password, is_secret
+from delivered.model.secrets import shown as shown_value
 
 T = TypeVar("T")
 
@@ -291,6 +292,32 @@ def password_in_url(owner: str, name: str, next_step: str | None = None) -> Usag
 def argument(name: str, value: str | None) -> str:
     """As a caller of a function writes a value."""
     return f'{name}="{value}"'
+
+
+def check_argument(
+    call: str, name: str, value: object, types: type | tuple[type, ...], wanted: str, example: str
+) -> None:
+    """Check what a caller passes.
+
+    Args:
+        call: as the caller writes it: "delivered.receive".
+        wanted: what the types are, in words; example: the argument as it could be written.
+
+    Raises:
+        UsageError: it has another type; True is no number.
+    """
+    allowed = types if isinstance(types, tuple) else (types,)
+    if isinstance(value, allowed) and (bool in allowed or not isinstance(value, bool)):
+        return
+    raise UsageError(
+        "ARGUMENT_TYPE",
+        call=call,
+        name=name,
+        value=shown_value(value, name),
+        kind=type(value).__name__,
+        wanted=wanted,
+        example=example,
+    )
 
 
 def _call(name: str, value: str | None) -> str:

@@ -272,8 +272,8 @@ def quoted(dialect: str, name: str) -> str:
         UsageError: not a name, or longer than the database keeps: PostgreSQL would cut it, and take another table's.
     """
     mark = "`" if dialect == "mysql" else '"'
-    parts = name.split(".")
-    if not all(parts) or any(c in name for c in "\0%?"):
+    parts = name.split(".") if isinstance(name, str) else []
+    if not parts or not all(parts) or any(c in name for c in "\0%?"):
         raise UsageError("TABLE_NAME", name=name)
     for part in parts:
         length = len(part) if dialect == "mysql" else len(part.encode())

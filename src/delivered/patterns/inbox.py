@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.model.errors import BadRecord, InvariantBroken, Refused, UsageError
+from delivered.model.options import check_argument
 from delivered.patterns.caller import NOW_MS, Caller, check_dialect, quoted
 
 __all__ = ["Delivery", "clean", "consume", "ddl", "from_kafka", "from_rabbitmq", "from_rocketmq", "inbox"]
@@ -116,6 +117,7 @@ def consume(connection: Any, delivery: Delivery, *, consumer: str, table: str = 
 
     Args, Raises: as `inbox`.
     """
+    check_argument("consume", "delivery", delivery, Delivery, "a delivery", "connection, from_kafka(...), ...")
     try:
         with inbox(connection, delivery.id, consumer=consumer, table=table) as first:
             yield first
@@ -176,6 +178,7 @@ def clean(connection: Any, *, ttl: dt.timedelta, table: str = TABLE, limit: int 
 
     Returns: number of deleted rows.
     """
+    check_argument("clean", "ttl", ttl, dt.timedelta, "a timedelta", "connection, ttl=timedelta(days=30)")
     if ttl <= dt.timedelta(0) or limit < 1:
         raise UsageError("INBOX_TTL", ttl=ttl, limit=limit)
     caller = Caller(connection, what="inbox.clean")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, Self
 
 from delivered.checkpoint.folder import configure
@@ -18,7 +18,7 @@ from delivered.model.dedup import Dedup
 from delivered.model.errors import Refused, UsageError
 from delivered.model.identity import SOURCE, SOURCE_NAME, checked_name
 from delivered.model.limits import NAME_LENGTH_MAX
-from delivered.model.options import argument, choice, is_reference, not_as_meant
+from delivered.model.options import argument, check_argument, choice, is_reference, not_as_meant
 from delivered.model.rows import OnBadRow
 from delivered.model.schedule import Cadence
 from delivered.model.secrets import shown
@@ -133,6 +133,7 @@ class When:
         return {_SPARK_NAMES[self.kind]: True if self.kind is Trigger.AVAILABLE_NOW else self.interval}
 
 
+_CALL = "delivered.Pipeline"
 NOTIFY_FORMATS = ("json", "slack", "teams", "pagerduty")
 AS_FAST_AS_POSSIBLE = When(Trigger.PROCESSING_TIME, "0 seconds")
 AVAILABLE_NOW = When(Trigger.AVAILABLE_NOW)
@@ -263,6 +264,13 @@ class Definition:
         notify: Mapping[str, str] | None = None,
     ) -> None:
         self.name = checked_name("pipeline", name)
+        mappings: dict[str, object] = {"audit": audit, "conf": conf, "notify": notify}
+        texts: dict[str, object] = {"output_mode": output_mode, "on_bad_row": on_bad_row, "master": master or ""}
+        for key, value in mappings.items():
+            check_argument(_CALL, key, value, (Mapping, NoneType), "a mapping", f"{key}={{...}}")
+        for key, value in texts.items():
+            check_argument(_CALL, key, value, str, "text", f'{key}="..."')
+        check_argument(_CALL, "batch_s_max", batch_s_max, (int, float, NoneType), "in seconds", "batch_s_max=60")
         self.guarantee = Guarantee.parse(guarantee)
         refuse_passwords(name, {"checkpoint": str(checkpoint), "master": master or ""})
         if not isinstance(checkpoint, str | Path) or not str(checkpoint).strip():

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -14,7 +15,7 @@ from delivered.contract.sink import Sink
 from delivered.contract.source import Source
 from delivered.engine.sinks import Columns
 from delivered.model.errors import UsageError
-from delivered.model.options import password_in_url
+from delivered.model.options import check_argument, password_in_url
 from delivered.model.secrets import holds_password, is_secret, redacted, shown
 from delivered.pipeline.registry import PREFIX, find_sink, find_source
 
@@ -214,6 +215,14 @@ def endpoint(
     texts = {k: as_text(k, v) for k, v in options.items()}
     if isinstance(select, str):
         raise UsageError("SELECT_VALUE", select=select)
+    call = "delivered.endpoint"
+    check_argument(call, "format", format, str, "text", 'format="kafka"')
+    check_argument(call, "name", name, (str, NoneType), "text", 'name="orders"')
+    check_argument(call, "select", select, Sequence, "a list of texts", 'select=["id", "amount * 2 AS double"]')
+    for text in select:
+        check_argument(call, "select", text, str, "a list of texts", 'select=["id", "amount * 2 AS double"]')
+    check_argument(call, "where", where, (str, NoneType), "SQL", 'where="amount > 0"')
+    check_argument(call, "audit", audit, (Mapping, NoneType), "a mapping", 'audit={"id": "id"}')
     return Endpoint(format, texts, name, parse_projection(select, where), dict(audit or {}))
 
 

@@ -18,7 +18,7 @@ from delivered.contract.source import ReceiverReport
 from delivered.engine.owner import is_running, new_owner
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVER_SILENT_S, RECEIVERS_MAX
-from delivered.model.options import resolve_secrets
+from delivered.model.options import check_argument, resolve_secrets
 from delivered.model.patience import StoppedWaiting, patiently
 from delivered.model.step import JsonLines, as_json
 from delivered.pipeline.endpoint import Endpoint
@@ -128,6 +128,10 @@ def receive(
         Unreachable: the server stayed unreachable.
         DeliveredError: the log or the queue failed. Only messages in the log were acknowledged.
     """
+    check_argument(
+        "delivered.receive", "source", source, Endpoint, "an endpoint", 'delivered.endpoint("rabbitmq", ...)'
+    )
+    check_argument("delivered.receive", "processes", processes, int, "a number", "..., processes=2")
     if not 1 <= processes <= RECEIVERS_MAX:
         raise UsageError("RECEIVERS", processes=processes, receivers_max=RECEIVERS_MAX)
     asked_to_stop = stop or _never

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 from delivered.model.dedup import KIND, TABLE, Dedup, read_ms
 from delivered.model.errors import UsageError
 from delivered.model.identity import SOURCE
-from delivered.model.options import Unfit, choice
+from delivered.model.options import Unfit, check_argument, choice
 from delivered.model.rows import OnBadRow
 from delivered.pipeline.changing import changing_in_python, changing_in_sql, nested, python_keeps_state, sql_keeps_state
 from delivered.pipeline.endpoint import Projection
@@ -100,6 +100,9 @@ def arrow(function: Callable[[Any], Any] | None = None, *, select: Sequence[str]
         function: row-wise and deterministic: rows of one batch depend on no other. None: only `select`.
         select: columns to keep before `function`; empty: all.
     """
+    wanted = "a function from record batch to record batch"
+    check_argument("delivered.arrow", "function", function, (Callable, NoneType), wanted, "function")  # type: ignore[arg-type]
+    check_argument("delivered.arrow", "select", select, (list, tuple), "a list of columns", 'select=["id", "amount"]')
     return Transform("arrow", function=function, select=tuple(select), deterministic=True)
 
 
@@ -307,6 +310,8 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", 
     """
     if not by or not all(isinstance(b, str) and b.strip() for b in by):
         raise UsageError("DEDUP_BY", by=by)
+    for key, value, example in (("within", within, "1 hour"), ("time", time, "timestamp")):
+        check_argument("delivered.dedup", key, value, str, "text", f'..., {key}="{example}"')
     for text in (*by, time):
         if changing_in_sql(text) or _CLOCK.search(text):
             raise UsageError("DEDUP_CHANGES", text=text)

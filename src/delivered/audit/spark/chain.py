@@ -51,6 +51,7 @@ from delivered.engine.sinks import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.identity import Scope
+from delivered.model.options import check_argument
 from delivered.model.ranges import fitted
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
@@ -127,6 +128,9 @@ def audit_chain(
         UsageError: two pipelines that are not linked, one with several sources, or no such sink.
         Refused: a hop that only a recompute can judge.
     """
+    check_argument("delivered.audit_chain", "pipelines", pipelines, Sequence, "a list of pipelines", "[one, two]")
+    for pipeline in pipelines:
+        check_argument("delivered.audit_chain", "pipelines", pipeline, Definition, "a list of pipelines", "[one, two]")
     links = links_of(pipelines)
     last = pipelines[-1]
     ends = [chosen_sink(last, name) for name in ([sink] if sink is not None else last.sink_names)]

@@ -32,6 +32,7 @@ from delivered.kits.table.store import sync, sync_checkpoint
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import record_hashes
 from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
+from delivered.model.options import check_argument
 from delivered.model.work import LOG_FORMAT, LOG_PROPERTY, Failed, Ok, Outcome, Unknown
 from delivered.receiver.window import Window
 from delivered.source import HEADER, HEADERS, id_bytes, id_text
@@ -41,6 +42,8 @@ PARTITIONS_MAX = 1_000
 ATTEMPTS_MAX = 30
 """Attempts of one append against other producers."""
 CHECKPOINT_VERSIONS = 100
+_DATA_ARGUMENT = ("delivered.connectors.log.append", "table_or_batches")
+_DATA = ("a table, a record batch or record batches of Arrow", 'path, pa.table({"value": ["one", "two"]})')
 _GROUP_ROWS = 65_536
 _GROUP_BYTES = 16 << 20
 _KEY_SEED = 0x9E3779B9
@@ -213,7 +216,9 @@ def rows_by_partition(
         raise UsageError("PARTITIONS.LOG_COUNT", partition_by=partition_by, partitions_max=PARTITIONS_MAX)
     if isinstance(data, pa.RecordBatch):
         data = [data]
+    check_argument(*_DATA_ARGUMENT, data, (pa.Table, Iterable), *_DATA)
     for batch in data.to_batches(max_chunksize=_GROUP_ROWS) if isinstance(data, pa.Table) else data:
+        check_argument(*_DATA_ARGUMENT, batch, pa.RecordBatch, *_DATA)
         if not batch.num_rows:
             continue
         stored = _stored(batch)

@@ -21,7 +21,7 @@ from urllib.parse import quote
 from delivered.model.answers import ends_within, limited
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import NAME_LENGTH_MAX, SAGA_DATA_BYTES_MAX, SAGA_STEPS_MAX
-from delivered.model.options import REFERENCES, check_http_url, resolve_secret
+from delivered.model.options import REFERENCES, check_argument, check_http_url, resolve_secret
 from delivered.model.secrets import without_passwords
 from delivered.patterns.caller import json_text
 
@@ -135,6 +135,9 @@ class Saga:
     steps: Sequence[Step] = field(default=())
 
     def __post_init__(self) -> None:
+        check_argument("Saga", "steps", self.steps, Sequence, "a list of steps", "name, [Step(...)]")
+        for step in self.steps:
+            check_argument("Saga", "steps", step, Step, "a list of steps", "name, [Step(...)]")
         names = [s.name for s in self.steps]
         if not 0 < len(names) <= SAGA_STEPS_MAX:
             raise _wrong(self.name, f"has {len(names)} steps; it must have 1 to {SAGA_STEPS_MAX}")

@@ -16,6 +16,7 @@ from typing import Any
 
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken
 from delivered.model.limits import NAME_LENGTH_MAX, SAGA_BACKOFF_S_MAX, SAGA_ERROR_LENGTH_MAX
+from delivered.model.options import check_argument
 from delivered.model.patience import patience_s, wait_out
 from delivered.model.step import Moment, StepId, reach
 from delivered.patterns.saga.definition import (
@@ -64,6 +65,10 @@ def run(
     Raises:
         Refused: no tables.
     """
+    check_argument("run", "where", where, Log, "a log", "Log(url), saga")
+    for saga in sagas:
+        check_argument("run", "saga", saga, Saga, "a saga", "Log(url), saga")
+    check_argument("run", "threads", threads, int, "a number", "..., threads=2")
     work = _Work(where, sagas, forever, stop or threading.Event())
     parts = [None] * threads if ids is None else [part for at in range(threads) if (part := list(ids[at::threads]))]
     if len(parts) == 1:
