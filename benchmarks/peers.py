@@ -259,11 +259,12 @@ def page(results: Mapping[str, Result], blocked: Mapping[str, float], origins: S
     lines = [
         "# The same kills for every product",
         "",
-        "What other products do under the kills of `delivered verify`: 1,200 records from one Kafka topic to another",
-        "on one machine, judged from outside in the same way (`make peers`). *Held*: these runs did not contradict",
-        "the guarantee that the product claims, which does not prove that it always holds. Lost and duplicated are",
-        "what a read-committed reader found, whatever the product claims. Each product is configured for that",
-        "guarantee as its documentation says, in `benchmarks/peer_apps`.",
+        "This page shows what other products do under the kills of `delivered verify`; read it to compare them. In",
+        "each run, 1,200 records go from one Kafka topic to another on one machine, judged from outside in the same",
+        "way (`make peers`). *Held*: these runs did not contradict the guarantee that the product claims, which does",
+        "not prove that it always holds. Lost and duplicated are what a read-committed reader found, whatever the",
+        "product claims. Each product is configured for that guarantee as its documentation says, in",
+        "`benchmarks/peer_apps`.",
         "",
         "| product | claims | fault | runs | faults | held | lost | duplicated |",
         "|---|---|---|---|---|---|---|---|",
@@ -279,8 +280,8 @@ def page(results: Mapping[str, Result], blocked: Mapping[str, float], origins: S
                 )
     lines += [
         "",
-        "Median time until a read-committed reader saw the first record, in seconds. Other work, varying from run to",
-        "run, shared the two cores: treat these times as orders of magnitude, not as a comparison.",
+        "Median time until a read-committed reader saw the first record, in seconds, on two cores. Conditions were not",
+        "controlled: treat these times as orders of magnitude, not as a comparison.",
         "",
         "| product | first start | after a kill | readers blocked at the end, at most |",
         "|---|---|---|---|",

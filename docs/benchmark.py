@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 
 _HEAD = """# Benchmark
 
-Rates, CPU and memory next to Spark's own sinks and Flink, in one run (`make bench`). Look here before you size a
-pipeline.
+This page shows rates, CPU and memory, compared with Spark's own sinks and Flink in one run (`make bench`). Look here
+before you size a pipeline.
 
 {records:,} records of 8 + 100 bytes go from one topic of 4 partitions into another, lz4, acks=all, on one machine with
 {cores} cores that runs Spark, its workers and the broker. Each repetition runs all cases in turn, each in its own
@@ -296,8 +296,8 @@ def _origin(run: dict[str, Any]) -> str:
     of = run.get("origin")
     if of is None:
         return f"Commit and date of this run were not recorded. Versions: {versions}."
-    load = f" after a load of {of['load']:.1f}" if "load" in of else ""
-    return f"`{of['command']}` ran on {of['date']}{load}, at commit {of['commit']}. Versions: {versions}."
+    load = f" (load average before the run: {of['load']:.1f})" if "load" in of else ""
+    return f"`{of['command']}` ran on {of['date']}, at commit {of['commit']}{load}. Versions: {versions}."
 
 
 def _stored(name: str) -> Path:

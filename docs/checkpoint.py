@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[1]
 _ABOVE = """\
 # Changes on an existing checkpoint
 
-What you may change in a pipeline that has a checkpoint, and what is refused. Look here before you rename, move or
-rewrite anything; each row is a test. `delivered plan`, and every start, check for changes before they read a record.
-"Refused" means that the pipeline does not start, or stops before its first write, and says what to do.
+This page lists what you may change in a pipeline that has a checkpoint, and what is refused. Look here before you
+rename, move or rewrite anything; each row is a test. `delivered plan`, and every start, check for changes before they
+read a record. "Refused" means that the pipeline does not start, or stops before its first write, and says what to do.
 For what Spark requires of a changed stateful query, see its guide under
 [recovery semantics after changes](https://spark.apache.org/docs/latest/streaming/).
 
-| change | outcome | | test |
+| change | outcome | details | test |
 |---|---|---|---|
 """
 _BELOW = """

@@ -12,9 +12,10 @@ from delivered.cli.main import app
 
 _HEAD = """# Command line
 
-Every command of `delivered`, with its arguments and options. `delivered COMMAND --help` shows the same.
+This page lists every command of `delivered`, with its arguments and options; look here for a flag or an exit code.
+`delivered COMMAND --help` shows the same.
 
-| exit code | |
+| exit code | meaning |
 |---|---|
 | 0 | done; the guarantee held; nothing needs attention |
 | 1 | failed; the guarantee is broken; a pipeline needs attention |

@@ -129,7 +129,12 @@ def _described(code: str, entry: dict[str, Any]) -> Iterator[str]:
 def pages() -> Iterator[tuple[str, str]]:
     """(path in the site, text) of each area's page."""
     for area, found in by_area().items():
-        lines = [f"# Errors: {area.title}", "", "What each code means, what causes it, and what to do next.", ""]
+        lines = [
+            f"# Errors: {area.title}",
+            "",
+            "This page explains each of these error codes: what it means, what causes it, and what to do next.",
+            "",
+        ]
         lines += [line for code, entry in found.items() for line in _described(code, entry)]
         yield f"errors/{area.name}.md", "\n".join(lines)
 

@@ -57,7 +57,8 @@ def reference() -> str:
     lines = [
         "# Options",
         "",
-        "Every option of every source and sink. An unknown option is refused, with the nearest name.",
+        "This page lists every option of every source and sink; look here for an option's name, default and meaning.",
+        "An unknown option is refused, with the nearest name.",
         "",
     ]
     lines += ["## All sinks, in `writeStream` and `df.write`", "", *options_table(PIPELINE_OPTIONS), ""]

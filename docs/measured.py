@@ -129,7 +129,8 @@ def _metrics(found: dict[str, Any]) -> Iterator[str]:
 def _origin(report: dict[str, Any]) -> Iterator[str]:
     of = report["origin"]
     yield ""
-    yield f"`{of['command']}`, {of['date']}, commit {of['commit']}, on two cores after a load of {of['load']}."
+    load = f"(load average before the run: {of['load']})"
+    yield f"`{of['command']}`, {of['date']}, commit {of['commit']}, on two cores {load}."
 
 
 _BLOCKS: dict[str, Callable[[dict[str, Any]], Iterable[str]]] = {

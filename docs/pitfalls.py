@@ -102,8 +102,9 @@ def page() -> str:
     lines = [
         "# Bugs seen in other systems",
         "",
-        "Delivery bugs of other systems and of this one, the rule that each led to, and the tests that keep it. Code,",
-        "docs and tests refer to them by number, such as (P7). Numbers after # are issues or pull requests there.",
+        "This page lists delivery bugs of other systems and of this one, the rule that each led to, and the tests that",
+        "check it; read it if you review or change the engine. Code, docs and tests refer to a bug by its number, such",
+        "as (P7). Numbers after # are issues or pull requests of the other project.",
         "",
         "| | what happened | seen in | rule here | tests |",
         "|---|---|---|---|---|",

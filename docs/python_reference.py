@@ -11,8 +11,8 @@ import delivered
 
 _PAGE = """# Python reference
 
-Every name of the package `delivered`, with its arguments and what it raises. [Which API to use](apis.md)
-compares the ways in; [options](options.md) lists what sources and sinks take.
+This page lists every public name of the package `delivered`, with its arguments and what it raises; look here when you
+write Python. [Which API to use](apis.md) compares the APIs; [options](options.md) lists what sources and sinks take.
 """
 _COLUMNS = 80
 _AREAS = {

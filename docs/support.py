@@ -289,8 +289,9 @@ def page() -> str:
     lines = [
         "# Supported combinations",
         "",
-        "Which guarantee each source and sink can give, as the planner answers without a transform. Look here before",
-        "you choose a system. A refusal shows its error code; `delivered plan` also names the nearest guarantee.",
+        "This page shows which guarantee each source and sink can give, as the planner answers without a transform.",
+        "Look here before you choose a system. A refusal shows its error code; `delivered plan` also names the nearest",
+        "guarantee.",
         "",
         "## Sinks, with a replayable source",
         "",

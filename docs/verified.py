@@ -344,8 +344,9 @@ def page() -> str:
         [
             "# Verification results",
             "",
-            "Which guarantees held, sink by sink, when a process, a server or the network failed on purpose: the",
-            "stored runs of [`delivered verify`](verify.md). Look here before you rely on a combination.",
+            "This page shows which guarantees held, sink by sink, when a process, a server or the network failed on",
+            "purpose, in the stored runs of [`delivered verify`](verify.md). Look here before you rely on a",
+            "combination.",
             "",
             "Each cell shows the worst verdict at that failure point and, in brackets, the number of faults injected.",
             "*Unproven*: not run, invalid or unknown. `spark` is the product as users run it; `engine` runs the same",

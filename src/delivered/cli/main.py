@@ -47,7 +47,7 @@ COMMANDS: dict[str, Place] = {
     "top": Place(
         "status",
         "top",
-        "Show the same, again and again, with arrows where lag and rate go; as JSON lines with --output json.",
+        "Show what `status` shows, every two seconds, with trends of lag and rate; as JSON lines with --output json.",
     ),
     "watch": Place(
         "status",
@@ -66,7 +66,7 @@ COMMANDS: dict[str, Place] = {
     "ui": Place(
         "status",
         "ui",
-        "Serve the same as pages: an overview, and one for each pipeline; they load themselves again every 5 s.",
+        "Serve the status as web pages, an overview and one page for each pipeline, which reload every 5 s.",
     ),
     "init": Place("example", "init", "Write a ready-to-run example: a log of orders into SQLite, no server needed."),
     "plan": Place(

@@ -101,7 +101,7 @@ def top(
     looks: Annotated[int | None, typer.Option(min=1, help="Stop after this many. Default: until Ctrl-C.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Show the same, again and again, with arrows where lag and rate go; as JSON lines with --output json."""
+    """Show what `status` shows, every two seconds, with trends of lag and rate; as JSON lines with --output json."""
     named, stop = named_files(paths), stop_on_signal()
     shown = console()
     trends = Trends()
@@ -237,7 +237,7 @@ def ui(
     ] = None,
     verified: VerifiedOption = None,
 ) -> None:
-    """Serve the same as pages: an overview, and one for each pipeline; they load themselves again every 5 s."""
+    """Serve the status as web pages, an overview and one page for each pipeline, which reload every 5 s."""
     from delivered.operate.server import LOCAL, check_port, serve
 
     address_text = f"http://{f'[{address}]' if ':' in address else address}:{port}/"

@@ -85,39 +85,37 @@ class _Families:
         self.given_up = counter("records_given_up", "Records given up under at_most_once, an upper bound.", "sink")
         self.letters = counter("dead_letters", "Records and rows delivered as dead letters.", "sink")
         self.batches = counter("batches", "Batches decided and visible.")
-        self.bytes = counter("written_bytes", "Of rows that batches wrote to all sinks, in memory.")
+        self.bytes = counter("written_bytes", "Bytes of rows that batches wrote to all sinks, as in memory.")
         self.rewritten = counter("shards_rewritten", "Shards whose prepared rows had expired, written again.")
         self.seconds = counter("step_seconds", "Time of batches, by step.", "step")
         self.last_seconds = gauge("last_batch_step_seconds", "Time of the newest batch, by step.", "step")
         self.batch = gauge("batch", "Number of the newest decided batch.")
         self.decided = gauge("last_decision_timestamp_seconds", "When the newest batch was decided.")
-        self.decided_age = gauge("last_decision_age_seconds", "Since the newest batch was decided.")
-        self.lag = gauge("lag_offsets", "Between the newest decision and the source's end.", "source", "partition")
+        self.decided_age = gauge("last_decision_age_seconds", "Time since the newest batch was decided.")
+        self.lag = gauge("lag_offsets", "Offsets between newest decision and source's end.", "source", "partition")
         self.lag_seconds = gauge(
-            "lag_seconds", "Since the first waiting record was written: Kafka, logs, receivers.", "source", "partition"
+            "lag_seconds", "Age of the first waiting record: Kafka, logs, receivers.", "source", "partition"
         )
         self.lag_seconds_min = gauge("lag_seconds_min", "How long offsets have waited at least, whatever the source.")
         self.held_back = gauge(
-            "lag_held_back_offsets", "That open transactions hide from the source: Kafka. Not in lag_offsets.", "source"
+            "lag_held_back_offsets", "Offsets hidden by open transactions: Kafka. Not in lag_offsets.", "source"
         )
         self.hidden = gauge(
-            "sink_hidden_offsets", "That open transactions of others hide from the sink's readers: Kafka.", "sink"
+            "sink_hidden_offsets", "Offsets that others' transactions hide from the sink's readers: Kafka.", "sink"
         )
-        self.pace_in = gauge("source_offsets_per_second", "That arrive, over the last minute.")
-        self.pace_out = gauge("delivered_offsets_per_second", "That are delivered, over the last minute.")
-        self.new_letters = gauge("dead_letters_new", "Since an operator listed them.", "sink")
+        self.pace_in = gauge("source_offsets_per_second", "Offsets that arrive, over the last minute.")
+        self.pace_out = gauge("delivered_offsets_per_second", "Offsets that are delivered, over the last minute.")
+        self.new_letters = gauge("dead_letters_new", "Dead letters since an operator listed them.", "sink")
         self.run_ended = gauge(
             "last_run_end_timestamp_seconds", 'When the last run ended, "failed" or "stopped".', "outcome"
         )
-        self.open = gauge("open_transactions", "Open at the sinks.", "decided")
-        self.open_age = gauge("open_transaction_age_seconds", "Of the oldest one.", "decided")
-        self.open_share = gauge(
-            "open_transaction_timeout_ratio", "Age of one, as a share of its time-out; the largest.", "decided"
-        )
+        self.open = gauge("open_transactions", "Open transactions at the sinks.", "decided")
+        self.open_age = gauge("open_transaction_age_seconds", "Age of the oldest open transaction.", "decided")
+        self.open_share = gauge("open_transaction_timeout_ratio", "Largest age, as a share of the time-out.", "decided")
         self.receivers = gauge("receivers", 'Receivers of a queue, by state: "running" or "gone".', "source", "state")
         self.received = counter("receiver_messages", "Messages of a receiver, by kind.", "source", "receiver", "kind")
         self.window = gauge("receiver_window_seconds", "How long a log recognises a message, at its rate.", "source")
-        self.redelivery = gauge("receiver_redelivery_seconds", "How late its queue may redeliver one.", "source")
+        self.redelivery = gauge("receiver_redelivery_seconds", "How late the queue may redeliver a message.", "source")
         self.wal = gauge(
             "outbox_wal_held_back_bytes", "WAL that an outbox slot keeps the server from removing.", "source"
         )
@@ -126,23 +124,23 @@ class _Families:
         self.audit_damage = gauge("audit_records", "Records of the last audit, by class.", "sink", "class")
         self.sealed_batch = gauge("audit_sealed_batch", "Newest batch that an audit has sealed.", "sink")
         self.seal_verdict = gauge("audit_seal_verdict", "1: the verdict of the last seal.", "sink", "verdict")
-        self.seal_age = gauge("audit_seal_age_seconds", "Since the last seal.", "sink")
+        self.seal_age = gauge("audit_seal_age_seconds", "Time since the last seal.", "sink")
         self.seal_every = gauge("audit_every_seconds", "Between two audits, as the pipeline's file says.", "sink")
-        self.seal_lag = gauge("audit_lag_seconds", "Since the last seal; 0: no batch waits to be sealed.", "sink")
-        self.unsealed_batches = gauge("audit_unsealed_batches", "Decided after the last seal.", "sink")
-        self.unsealed = gauge("audit_unsealed_records", "Decided after the last seal.", "sink")
+        self.seal_lag = gauge("audit_lag_seconds", "Time since the last seal; 0: no batch waits to be sealed.", "sink")
+        self.unsealed_batches = gauge("audit_unsealed_batches", "Batches decided after the last seal.", "sink")
+        self.unsealed = gauge("audit_unsealed_records", "Records decided after the last seal.", "sink")
         self.never_audited = gauge(
-            "audit_never_audited_records", "In batches that were sealed without an audit, in this checkpoint.", "sink"
+            "audit_never_audited_records", "Records sealed without an audit, in this checkpoint.", "sink"
         )
-        self.seals_broken = gauge("audit_broken_ranges", "Of the last day, and of the last seal.", "sink")
-        self.chain_faults = gauge("audit_chain_faults", "Where the newest seals are no chain.", "sink")
+        self.seals_broken = gauge("audit_broken_ranges", "Broken ranges of the last day, and of the last seal.", "sink")
+        self.chain_faults = gauge("audit_chain_faults", "Breaks in the chain of the newest seals.", "sink")
         self.expires = gauge(
-            "audit_unsealed_expires_seconds", "Until the source may drop a record that is not sealed: Kafka.", "sink"
+            "audit_unsealed_expires_seconds", "Time until the source may drop an unsealed record: Kafka.", "sink"
         )
         self.expired = gauge(
-            "audit_unsealed_missing_offsets", "Dropped by the source before they were sealed: Kafka, logs.", "sink"
+            "audit_unsealed_missing_offsets", "Offsets dropped before they were sealed: Kafka, logs.", "sink"
         )
-        self.problems = gauge("problems", "What needs somebody, by code.", "code")
+        self.problems = gauge("problems", "Problems that need attention, by code.", "code")
         self.scrape = GaugeMetricFamily("delivered_scrape_seconds", "Time to ask all pipelines.")
 
     def all(self) -> Iterator[Metric]:
