@@ -24,8 +24,8 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken, OutcomeUnknown, Refused, UsageError
 from delivered.model.translate import translated
 from delivered.model.work import Owner
-from delivered.pipeline.facts import for_start
 from delivered.pipeline.spec import Reading
+from delivered.pipeline.start import for_start
 from delivered.planner import Plan, Refusal
 from delivered.spark.readers import StreamReader
 

@@ -127,7 +127,7 @@ class Batches:
         spec = self.spec
         if spec.sender is None:
             raise InvariantBroken("OWNER_UNKNOWN", pipeline=spec.pipeline)
-        scope, owner = spec.scope(self.sinks, incarnation), spec.sender.owner
+        scope, owner = Scope(spec.pipeline, self.sinks.decider.name, incarnation), spec.sender.owner
         key = (scope, owner.id, spec.key)
         with _lock:
             if key in _runners:

@@ -368,6 +368,19 @@ class Definition:
         )
 
     @property
+    def spark_projects(self) -> bool:
+        """Whether Spark applies select and where: one sink gets every row. Otherwise each task routes its rows."""
+        return len(self.sinks) == 1 and self.on_bad_row is OnBadRow.FAIL
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether no Spark operation lies between source and sinks, so that tasks can read the source themselves."""
+        if len(self.sources) > 1 or any(e.is_spark_own for e in self.sources.values()) or self.dedup is not None:
+            return False
+        plain = all(s.projection.is_all if self.spark_projects else s.projection.is_plain for s in self.sinks)
+        return self.transform.kind in ("none", "arrow") and plain and self.output_mode == "append"
+
+    @property
     def all_sinks(self) -> tuple[Endpoint, ...]:
         """The sinks, and the one of dead letters."""
         return self.sinks if self.dead_letter is None else (*self.sinks, self.dead_letter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
@@ -14,13 +14,16 @@ from urllib.parse import unquote, urlsplit
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
 from delivered.engine.sinks import Columns
+from delivered.engine.transform import REJECTED
 from delivered.model.errors import UsageError
 from delivered.model.options import check_argument, password_in_url
+from delivered.model.ranges import backquoted
 from delivered.model.secrets import holds_password, is_secret, redacted, shown
 from delivered.pipeline.registry import PREFIX, find_sink, find_source
 
 # Which of a pipeline's rows and columns a sink gets: `select` and `where`, next to its options.
 
+_OWN = "__delivered_sink_"
 _COLUMN = re.compile(r"[A-Za-z_]\w*|`[^`]+`")
 _NAMED = re.compile(r"(?P<sql>.+?)\s+AS\s+(?P<name>[A-Za-z_]\w*|`[^`]+`)", re.IGNORECASE | re.DOTALL)
 
@@ -92,6 +95,61 @@ def _item(text: str) -> Item:
     if named is None:
         raise UsageError("SELECT_UNNAMED", text=text)
     return Item(named["name"].strip("`"), named["sql"])
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How the rows of one frame reach several sinks. Rows are neither added nor moved.
+
+    Attributes:
+        guard: SQL; true for rows, false for what the transform rejected: expressions are for rows.
+        where: column that it adds -> a sink's condition.
+        computed: column that it adds -> SQL that already has the guard.
+        columns: all that are needed.
+        routes: what each sink gets of them; None: everything.
+    """
+
+    guard: str
+    where: Mapping[str, str]
+    computed: Mapping[str, str]
+    columns: tuple[str, ...]
+    routes: tuple[Columns | None, ...]
+
+
+def plan_routes(projections: Sequence[Projection], columns: Sequence[str], keep: Collection[str] = ()) -> Routing:
+    """
+    Args:
+        columns: of the frame.
+        keep: columns to keep in addition, if the frame has them: where a row came from.
+
+    Raises:
+        UsageError: a sink's column is not among them.
+    """
+    names = [c for c in columns if c != REJECTED.name]
+    guard = f"{REJECTED.name} IS NULL" if REJECTED.name in columns else "true"
+    where, computed = dict[str, str](), dict[str, str]()
+    routes: list[Columns | None] = []
+    used = [c for c in (*keep, REJECTED.name) if c in columns]
+    for number, projection in enumerate(projections):
+        own = None
+        if projection.where is not None:
+            where[own := f"{_OWN}{number}"] = projection.where
+        take = []
+        for item in projection.columns(names):
+            column = item.name
+            if item.sql is not None:
+                column = f"{_OWN}{number}_{item.name}"
+                # CASE evaluates it only for the sink's own rows, and rules out generators and aggregates.
+                computed[column] = f"CASE WHEN {guard} AND {backquoted(own) if own else 'true'} THEN ({item.sql}) END"
+            elif column not in names:
+                raise UsageError("SELECT_COLUMN.PLAN", column=column, names=", ".join(names))
+            take.append((item.name, column))
+        used += [c for _, c in take] + ([own] if own else [])
+        routes.append(None if projection.is_all else Columns(tuple(take), own))
+    if any(r is None for r in routes):
+        used += names
+        routes = [r or Columns(tuple((n, n) for n in names)) for r in routes]
+    return Routing(guard, where, computed, tuple(dict.fromkeys(used)), tuple(routes))
 
 
 SPARK_OWN = "spark:"

@@ -490,68 +490,6 @@ def _next_batch(checkpoint: str) -> CheckpointView:
     return replace(view, repartitions=repartitions_before(checkpoint, view.batch))
 
 
-# The registered schemas that a pipeline's sources are read with, and its sinks written with.
-
-
-def as_started(pipeline: Definition) -> dict[str, Endpoint]:
-    """Sources by name, with the versions of the newest start; those of the registry, if there was none."""
-    kept = sidecar.read_schemas(pipeline.checkpoint)
-    return {name: _with(endpoint, kept.get(name, {})) for name, endpoint in pipeline.sources.items()}
-
-
-def sink_as_started(pipeline: Definition, endpoint: Endpoint) -> Sink:
-    """A sink that checks rows as in the newest batches; as declared, if none was planned."""
-    sink = endpoint.sink()
-    newest = read_logged(pipeline.checkpoint)[1]
-    if newest is None or not sink.schema_columns:
-        return sink
-    name, known = endpoint.name or sink.name, sidecar.read_written_schemas(pipeline.checkpoint, newest) or {}
-    ids = {c: known[f"{name}.{c}"] for c in sink.schema_columns if f"{name}.{c}" in known}
-    return sink.by_ids(ids) if len(ids) == len(sink.schema_columns) else sink
-
-
-def for_start(pipeline: Definition) -> dict[str, Endpoint]:
-    """Sources by name, with the newest versions, which are stored.
-
-    A batch that is logged and not finished runs again with the versions that it was planned with, and so does this
-    start of the query: other columns could give other rows. The next start takes the newest.
-    """
-    newest = read_logged(pipeline.checkpoint)[1]
-    unfinished = newest is not None and not is_done(pipeline.checkpoint, newest)
-    kept = sidecar.read_schemas(pipeline.checkpoint) if unfinished else {}
-    found: dict[str, dict[str, int]] = {}
-    for name, endpoint in pipeline.sources.items():
-        versions = {} if endpoint.is_spark_own else endpoint.source().newest_versions()
-        before = kept.get(name, {})
-        if versions:
-            found[name] = {c: before.get(c, v) for c, v in versions.items()}
-    if found:
-        sidecar.keep_read_schemas(pipeline.checkpoint, found)
-    return {name: _with(endpoint, found.get(name, {})) for name, endpoint in pipeline.sources.items()}
-
-
-def unfit_for_unfinished(pipeline: Definition, why: str) -> UsageError | None:
-    """The error of a transform that does not fit the columns of an unfinished batch; None: there is no such batch, or
-    no registered schema.
-
-    Args:
-        why: Spark's, as one line.
-    """
-    newest, kept = read_logged(pipeline.checkpoint)[1], sidecar.read_schemas(pipeline.checkpoint)
-    if newest is None or not kept or is_done(pipeline.checkpoint, newest):
-        return None
-    versions = ", ".join(f"{c} of {name} in version {v}" for name, found in kept.items() for c, v in found.items())
-    return UsageError("TRANSFORM_UNFINISHED_BATCH", newest=newest, versions=versions, reason=why)
-
-
-def _with(endpoint: Endpoint, versions: dict[str, int]) -> Endpoint:
-    if not versions:
-        return endpoint
-    given = {name.lower() for name in endpoint.options}
-    options = {n: v for n, v in endpoint.source().by_versions(versions).items() if n not in given}
-    return endpoint.with_options(**options)
-
-
 def alternatives() -> Alternatives:
     """What a refusal can recommend, from all installed connectors."""
     installed = connectors().values()

@@ -199,6 +199,22 @@ class PipelineSpec:
         """
         return Scope(self.pipeline, sinks.decider.name, incarnation or NO_INCARNATION)
 
+    def reading(self, source: str, *, drain: Drain, until: Offsets | None, raw: bool, ends: bool) -> Reading:
+        """How a source of this write's pipeline is read. See `Reading`; raw: if records may be rejected."""
+        return Reading(
+            checkpoint=self.checkpoint,
+            drain=drain,
+            direct=self.direct is not None,
+            source=source,
+            until=until,
+            pipeline=self.pipeline,
+            start=self.start,
+            rejects=self.rejects,
+            raw=self.rejects and raw,
+            ends=ends,
+            store=self.store,
+        )
+
     @cached_property
     def key(self) -> str:
         """The same for every batch and every start of this write."""

@@ -60,6 +60,13 @@ class Transform:
         """Whether it is known which row it fails for."""
         return self.kind == "arrow" and self.function is not None
 
+    @property
+    def own_module(self) -> ModuleType | None:
+        """The user's module that its function is from; None: the main one, or one that is installed."""
+        name = getattr(self.function, "__module__", None) or "__main__"
+        file = getattr(sys.modules.get(name), "__file__", None)
+        return None if name == "__main__" or file is None or file.startswith(_INSTALLED) else sys.modules[name]
+
     def facts(self) -> TransformFacts:
         """What the planner needs to know. Runs nothing."""
         kind = "none" if self.kind == "arrow" and self.function is None else self.kind

@@ -11,13 +11,10 @@ It looks up which keys earlier batches delivered, records the new ones, and pass
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -28,12 +25,12 @@ from delivered.contract.source import COORDINATES, Source
 from delivered.engine.keys import AT, HELPERS, KEY, TIE, drop_seen
 from delivered.engine.keys import TIME as SEEN_AT
 from delivered.engine.sinks import Columns
-from delivered.engine.transform import REJECTED, ArrowTransform, decode, encode, run_isolated, with_rejected
+from delivered.engine.transform import ArrowTransform, decode, encode, run_isolated, with_rejected
 from delivered.model.dedup import Dedup
 from delivered.model.errors import BadRecord, InvariantBroken, UsageError
 from delivered.model.identity import Scope
 from delivered.model.ranges import backquoted
-from delivered.pipeline.endpoint import Projection
+from delivered.pipeline.endpoint import Projection, plan_routes
 from delivered.pipeline.transform import Transform
 from delivered.spark.internals import from_arrow, pickle_by_value, to_arrow
 from delivered.spark.task import arm, running_batch, running_task
@@ -41,7 +38,6 @@ from delivered.spark.task import arm, running_batch, running_task
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_OWN = "__delivered_sink_"
 _BY = "__delivered_dedup_by_"
 ALONE = "__delivered_dedup_alone"
 TIME = "__delivered_dedup_time"
@@ -67,7 +63,7 @@ def apply_transform(
         sources: by name; None: one of Spark's own.
         failing: of rows for which a function over Arrow batches raises. Other transforms fail the query.
     """
-    _travel_by_value(transform)
+    _send_own_module(transform)
     match transform.kind:
         case "sql":
 
@@ -113,7 +109,7 @@ def _is_view(spark: SparkSession, name: str) -> bool:
 
 
 def arrow_transform(transform: Transform) -> ArrowTransform:
-    _travel_by_value(transform)
+    _send_own_module(transform)
     return ArrowTransform(transform.select, transform.function)
 
 
@@ -145,25 +141,16 @@ def _map_in_arrow(
     return apply
 
 
-def _travel_by_value(transform: Transform) -> None:
+def _send_own_module(transform: Transform) -> None:
     """Pickle the functions of the user's module by value: executors do not have it installed."""
-    name = getattr(transform.function, "__module__", None)
-    module: ModuleType | None = sys.modules.get(name) if name else None
-    file = getattr(module, "__file__", None)
-    if module is None or file is None or name == "__main__":
-        return
-    installed = [sysconfig.get_path(p) for p in ("purelib", "platlib", "stdlib")]
-    if not any(file.startswith(str(folder)) for folder in installed):
+    if (module := transform.own_module) is not None:
         pickle_by_value(module)
 
 
 def routed(
     frame: DataFrame, projections: Sequence[Projection], keep: Sequence[str] = ()
-) -> tuple[DataFrame, list[Columns | None]]:
-    """The frame with the columns of all sinks, and which of them each sink gets. Rows are neither added nor moved.
-
-    Args:
-        keep: columns to keep in addition, if the frame has them: where a row came from.
+) -> tuple[DataFrame, Sequence[Columns | None]]:
+    """The frame with the columns of all sinks, and which of them each sink gets. See `plan_routes`.
 
     Raises:
         UsageError: an expression is not SQL over the frame's columns, returns more or fewer rows than it gets, or a
@@ -171,34 +158,14 @@ def routed(
     """
     if all(p.is_all for p in projections):
         return frame, [None] * len(projections)
-    names = [c for c in frame.columns if c != REJECTED.name]
-    # Expressions are for rows; what the transform rejected is null.
-    row = f"{REJECTED.name} IS NULL" if REJECTED.name in frame.columns else "true"
-    where = {f"{_OWN}{i}": p.where for i, p in enumerate(projections) if p.where is not None}
-    frame = _with_columns(frame, {n: f"CASE WHEN {row} THEN ({sql}) END" for n, sql in where.items()})
-    _check_conditions(frame, projections)
-    computed: dict[str, str] = {}
-    routes: list[Columns | None] = []
-    used = [c for c in (*keep, REJECTED.name) if c in frame.columns]
-    for number, projection in enumerate(projections):
-        own = f"{_OWN}{number}" if projection.where is not None else None
-        take = []
-        for item in projection.columns(names):
-            column = item.name
-            if item.sql is not None:
-                column = f"{_OWN}{number}_{item.name}"
-                # CASE evaluates it only for the sink's own rows, and rules out generators and aggregates.
-                computed[column] = f"CASE WHEN {row} AND {backquoted(own) if own else 'true'} THEN ({item.sql}) END"
-            elif column not in names:
-                raise UsageError("SELECT_COLUMN.PLAN", column=column, names=", ".join(names))
-            take.append((item.name, column))
-        used += [c for _, c in take] + ([own] if own else [])
-        routes.append(None if projection.is_all else Columns(tuple(take), own))
-    frame = _with_columns(frame, computed)
-    if any(r is None for r in routes):
-        used += names
-        routes = [r or Columns(tuple((n, n) for n in names)) for r in routes]
-    return frame.select(*[backquoted(c) for c in dict.fromkeys(used)]), routes
+    routing = plan_routes(projections, frame.columns, keep)
+    frame = _with_columns(frame, {n: f"CASE WHEN {routing.guard} THEN ({sql}) END" for n, sql in routing.where.items()})
+    types: dict[str, Any] = dict(frame.dtypes)
+    for name, sql in routing.where.items():
+        if types[name] != "boolean":
+            raise UsageError("WHERE_VALUE", where=sql, kind=types[name])
+    frame = _with_columns(frame, routing.computed)
+    return frame.select(*map(backquoted, routing.columns)), routing.routes
 
 
 def projected(frame: DataFrame, projection: Projection) -> DataFrame:
@@ -218,14 +185,6 @@ def _with_columns(frame: DataFrame, columns: Mapping[str, str]) -> DataFrame:
         return frame.selectExpr("*", *[f"({sql}) AS {backquoted(name)}" for name, sql in columns.items()])
     except (AnalysisException, ParseException) as error:
         raise UsageError("SINK_EXPRESSION", error=str(error).splitlines()[0]) from None
-
-
-def _check_conditions(frame: DataFrame, projections: Sequence[Projection]) -> None:
-    types: dict[str, Any] = dict(frame.dtypes)
-    for number, projection in enumerate(projections):
-        kind = types.get(f"{_OWN}{number}", "boolean")
-        if kind != "boolean":
-            raise UsageError("WHERE_VALUE", where=projection.where, kind=kind)
 
 
 def key_columns(dedup: Dedup) -> list[str]:

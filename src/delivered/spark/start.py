@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
-from delivered.checkpoint import sidecar
-from delivered.checkpoint.folder import read_logged, recall
-from delivered.checkpoint.sidecar import keep_decider, keep_removed
-from delivered.contract.source import COORDINATES, Offsets, Source
+from delivered.checkpoint.folder import recall
+from delivered.contract.source import COORDINATES, Source
+from delivered.engine.sinks import Columns
 from delivered.engine.transform import Direct
 from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, UsageError
@@ -31,9 +30,9 @@ from delivered.model.rows import OnBadRow
 from delivered.model.translate import translated
 from delivered.pipeline.definition import AVAILABLE_NOW, Definition
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.facts import for_start, unfit_for_unfinished
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, Drain, Envelope, PipelineSpec, Reading
+from delivered.pipeline.start import for_start, record_query, record_sources, unfit_for_unfinished
 from delivered.spark.check import check_executors, checkpoint_store, sender_of, unfit_version
 from delivered.spark.compat import ADMITS, PYTHON_SOURCES, start_available_now
 from delivered.spark.foreach import save_batch
@@ -200,31 +199,24 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streami
     spec = replace(pipeline.spec, start=uuid.uuid4().hex, store=recall(pipeline.checkpoint))
     check_executors(spark, {"guarantee": spec.guarantee.value})
     endpoints = for_start(pipeline)
-    sources = {n: None if e.is_spark_own else e.source().planned() for n, e in endpoints.items()}
-    for name, source in sources.items():
-        if source is not None:
-            sidecar.keep_first(pipeline.checkpoint, partial(_initial, source), name)
-    only = next(iter(sources.values())) if len(sources) == 1 else None
-    if only is not None and _is_direct(pipeline, spec):
-        rejects = spec.on_bad_row is not OnBadRow.FAIL
-        spec = replace(spec, direct=dumps(Direct(only, arrow_transform(pipeline.transform), rejects)))
+    sources = record_sources(pipeline, endpoints)
+    own = [s for s in sources.values() if s is not None]
+    rejects = spec.on_bad_row is not OnBadRow.FAIL
+    if pipeline.is_direct:
+        spec = replace(spec, direct=dumps(Direct(own[0], arrow_transform(pipeline.transform), rejects)))
     else:
-        spec = replace(spec, rejects=_decodes(spec, sources.values()))
-    ends = pipeline.trigger == AVAILABLE_NOW and all(s is not None for s in sources.values())
-    reading = Reading(
-        spec.checkpoint,
-        drain,
-        direct=spec.direct is not None,
-        pipeline=spec.pipeline,
-        start=spec.start,
-        rejects=spec.rejects,
-        raw=spec.rejects and pipeline.transform.isolates,
-        ends=ends and not ADMITS,
-        store=spec.store,
-    )
-    read = {
-        n: _read(spark, replace(reading, source=n, until=pipeline.until.get(n)), e).load() for n, e in endpoints.items()
-    }
+        spec = replace(spec, rejects=rejects and any(s.capability().decodes for s in own))
+    ends = pipeline.trigger == AVAILABLE_NOW and len(own) == len(sources)
+    read = {}
+    for name, endpoint in endpoints.items():
+        reading = spec.reading(
+            name,
+            drain=drain,
+            until=pipeline.until.get(name),
+            raw=pipeline.transform.isolates,
+            ends=ends and not ADMITS,
+        )
+        read[name] = _read(spark, reading, endpoint).load()
     frame, spec = _rows(pipeline, spark, read, sources, spec)
     more = {k: v for e in pipeline.all_sinks for k, v in e.spark_options.items()}
     writer = frame.writeStream.options(**more).option("checkpointLocation", pipeline.checkpoint)
@@ -233,10 +225,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streami
     else:
         by_key = replace(spec, one_of_each=pipeline.output_mode == "update", sender=sender_of(spark))
         writer = writer.outputMode(pipeline.output_mode).foreachBatch(partial(save_batch, by_key))
-    _keep_dedup(pipeline, spec)
-    keep_removed(pipeline.checkpoint, pipeline.sources)
-    sinks = spec.open()
-    keep_decider(pipeline.checkpoint, sinks.decider.name, several=len(sinks.members) > 1)
+    record_query(pipeline)
     with batches_fit_for(spark, frame.schema):
         writer = writer.queryName(pipeline.name)
         if pipeline.trigger == AVAILABLE_NOW:
@@ -246,7 +235,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streami
     if pipeline.lineage:
         from delivered.spark.listener import follow
 
-        follow(spark, query, pipeline, frame.schema if spec.direct is None and _spark_projects(spec) else None)
+        follow(spark, query, pipeline, frame.schema if spec.direct is None and pipeline.spark_projects else None)
     return query
 
 
@@ -258,29 +247,6 @@ def _read(spark: SparkSession, reading: Reading, source: Endpoint) -> DataStream
     return reader.option(OPTION, Envelope(reading).encode())
 
 
-def _initial(source: Source) -> Offsets:
-    with closing(source.driver()) as driver:
-        return driver.initial()
-
-
-def _is_direct(pipeline: Definition, spec: PipelineSpec) -> bool:
-    """Whether no Spark operation lies between source and sinks, so that tasks can read the source themselves."""
-    spark_projects = _spark_projects(spec)
-    plain = all(s.projection.is_all if spark_projects else s.projection.is_plain for s in pipeline.sinks)
-    kind = pipeline.transform.kind
-    return kind in ("none", "arrow") and plain and pipeline.dedup is None and pipeline.output_mode == "append"
-
-
-def _spark_projects(spec: PipelineSpec) -> bool:
-    """Whether Spark applies select and where: one sink gets every row. Otherwise each task routes its rows."""
-    return len(spec.sinks) == 1 and spec.on_bad_row is OnBadRow.FAIL
-
-
-def _decodes(spec: PipelineSpec, sources: Iterable[Source | None]) -> bool:
-    """Whether tasks that read the sources keep records that never become rows."""
-    return spec.on_bad_row is not OnBadRow.FAIL and any(s is not None and s.capability().decodes for s in sources)
-
-
 def _rows(
     pipeline: Definition,
     spark: SparkSession,
@@ -290,7 +256,7 @@ def _rows(
 ) -> tuple[DataFrame, PipelineSpec]:
     """The rows for the sinks, and the spec with each sink's route."""
     projections = [s.projection for s in pipeline.sinks]
-    routes = [p.route for p in projections]
+    routes: Sequence[Columns | None] = [p.route for p in projections]
     frame = next(iter(read.values()))
     if spec.direct is None:
         if pipeline.dedup is not None:
@@ -300,7 +266,7 @@ def _rows(
         if not frame.isStreaming:
             raise UsageError("TRANSFORM_NOT_STREAMING")
         _check_read(frame, sources)
-        if _spark_projects(spec):
+        if pipeline.spark_projects:
             frame, routes = projected(frame, projections[0]), [None]
         else:
             keep = COORDINATES if pipeline.on_bad_row is OnBadRow.DEAD_LETTER else ()
@@ -325,8 +291,3 @@ def _once(spark: SparkSession, frame: DataFrame, dedup: Dedup, spec: PipelineSpe
     sinks = spec.open()
     shards = int(str(spark.conf.get(Setting.SHUFFLE_PARTITIONS)))
     return without_seen_repeats(frame, dedup, sinks.decider.sink, spec.scope(sinks), shards)
-
-
-def _keep_dedup(pipeline: Definition, spec: PipelineSpec) -> None:
-    fresh = read_logged(pipeline.checkpoint)[0] is None
-    sidecar.keep_dedup(pipeline.checkpoint, pipeline.dedup, fresh=fresh, sink=spec.open().decider.name)

@@ -12,7 +12,7 @@ from delivered.model.errors import Refused, UsageError, did_you_mean
 from delivered.model.rows import OnBadRow
 from delivered.pipeline.definition import Definition, grouping_columns
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.facts import as_started
+from delivered.pipeline.start import as_started
 
 _KAFKA_READS = ("kafka.", "subscribe", "assign", "includeheaders")
 """How the options of Spark's Kafka source start, in lower case, that say which records it reads."""

@@ -39,7 +39,7 @@ from delivered.model.limits import AUDIT_MEMORY_BYTES
 from delivered.model.rows import OnBadRow, Rows
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.facts import sink_as_started
+from delivered.pipeline.start import sink_as_started
 
 ALL_OWN = "true"
 """The one condition `own` that needs no SQL."""

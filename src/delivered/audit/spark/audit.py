@@ -31,8 +31,8 @@ from delivered.model.rows import OnBadRow, Rows
 from delivered.model.schedule import Load
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.facts import sink_as_started
 from delivered.pipeline.progress import plain_report
+from delivered.pipeline.start import sink_as_started
 from delivered.source import lag
 from delivered.spark.compat import PYTHON_SOURCES
 from delivered.spark.internals import IDLE, is_connect
