@@ -134,10 +134,7 @@ def canonical(data: Mapping[str, Any]) -> bytes:
 def new_evidence(
     pipeline: str, chains: Iterable[Chain], facts: Mapping[str, Any], *, written_by: str, written_at: datetime
 ) -> Evidence:
-    """
-    Args:
-        facts: JSON values: plan, versions, sources. Free of secrets.
-    """
+    """Args: facts: JSON values: plan, versions, sources. Free of secrets."""
     content = {
         _FORMAT: FORMAT,
         "pipeline": pipeline,
@@ -314,10 +311,7 @@ Bound = int | datetime
 
 
 def parse_bound(option: str, text: str) -> Bound:
-    """
-    Raises:
-        UsageError: neither the number of a batch nor an ISO 8601 time.
-    """
+    """Raises UsageError: neither the number of a batch nor an ISO 8601 time."""
     word = text.strip()
     if word.isascii() and word.isdigit():
         return int(word)

@@ -167,10 +167,7 @@ def id_sql(mode: WriteMode) -> str:
 
 
 def check_write_mode(mode: WriteMode, *, dedup: bool = False) -> None:
-    """
-    Raises:
-        Refused: the source does not determine the final state.
-    """
+    """Raises Refused: the source does not determine the final state."""
     if mode.complete:
         raise Refused("AUDIT_ORDER.COMPLETE")
     if mode.replaces:

@@ -232,11 +232,7 @@ class Seals:
         return self.seal(report, compared, cut, start)
 
     def seal_share(self, report: AuditReport, ledger: LedgerAccount, begin: str) -> AuditReport:
-        """The report on a share of the keys, sealed.
-
-        Args:
-            begin: where batch 0 starts in the source.
-        """
+        """The report on a share of the keys, sealed. Args: begin: where batch 0 starts in the source."""
         visible = ledger.visible
         if visible is None:
             return report

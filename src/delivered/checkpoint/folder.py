@@ -104,11 +104,7 @@ _CLIENT_SIDE = ("SSE-C", "CSE")
 
 
 def prefixes(location: str, settings: Mapping[str, str]) -> tuple[str, ...]:
-    """Of the settings that say how a location is opened.
-
-    Args:
-        settings: hold Hadoop's default file system.
-    """
+    """Of the settings that say how a location is opened. Args: settings: hold Hadoop's default file system."""
     match _qualify(location, settings).partition(":")[0]:
         case "s3" | "s3a" | "s3n":
             return S3A, "hadoop.security.credential.provider.path"
@@ -398,11 +394,7 @@ def holds_state(location: str) -> bool:
 
 
 def holds(location: str, below: str, suffix: str) -> bool:
-    """Whether the folder `below` has a file with this suffix.
-
-    Raises:
-        Unreachable: the checkpoint cannot be read.
-    """
+    """Whether the folder `below` has a file with this suffix. Raises Unreachable: the checkpoint cannot be read."""
     filesystem, path = open_folder(location)
     try:
         found = filesystem.get_file_info(fs.FileSelector(f"{path}/{below}", allow_not_found=True))

@@ -174,10 +174,7 @@ class State:
 
     @classmethod
     def of(cls, progress: Mapping[str, Any]) -> Self | None:
-        """
-        Args:
-            progress: Spark's, as JSON. None: the query has no state.
-        """
+        """Args: progress: Spark's, as JSON. None: the query has no state."""
         operators = {f"{n} {o['operatorName']}": o for n, o in enumerate(progress.get("stateOperators") or ())}
         if not operators:
             return None

@@ -206,11 +206,7 @@ def log_as(chosen: LogFormat) -> None:
 
 
 def stop_on_signal(signalled: Callable[[], object] | None = None) -> threading.Event:
-    """An event that SIGTERM and Ctrl-C set.
-
-    Args:
-        signalled: called instead.
-    """
+    """An event that SIGTERM and Ctrl-C set. Args: signalled: called instead."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: (signalled or stop.set)())

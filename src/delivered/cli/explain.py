@@ -44,11 +44,7 @@ def _cause(condition: Condition) -> dict[str, str]:
 
 
 def to_json(code: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """For programs, and for the reference page.
-
-    Args:
-        entry: as the catalogue has it.
-    """
+    """For programs, and for the reference page. Args: entry: as the catalogue has it."""
     conditions = list(conditions_of(code, entry))
     found = {
         "code": PREFIX + code,

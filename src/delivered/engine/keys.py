@@ -104,10 +104,7 @@ class _Keys:
         self._hashes.append((record_hashes(keys, _SEED), record_hashes(keys, _OTHER)))
 
     def check(self) -> None:
-        """
-        Raises:
-            UsageError: a key is there twice.
-        """
+        """Raises UsageError: a key is there twice."""
         if self._writer is None:
             return
         total = sum(len(first) for first, _ in self._hashes)

@@ -243,11 +243,7 @@ def encode(rows: Rows, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def source_schema(source: Source, *, raw: bool) -> pa.Schema:
-    """Columns of a source's rows.
-
-    Args:
-        raw: and RAW, if the source decodes keys or values.
-    """
+    """Columns of a source's rows. Args: raw: and RAW, if the source decodes keys or values."""
     schema = source.schema()
     if not raw:
         return schema

@@ -19,11 +19,7 @@ class Guarantee(StrEnum):
 
     @classmethod
     def parse(cls, text: str | Guarantee | None) -> Guarantee:
-        """Read a guarantee from an option's value.
-
-        Raises:
-            UsageError: `text` is missing or names none of the three.
-        """
+        """Read a guarantee from an option's value. Raises UsageError: `text` is missing or names none of the three."""
         known = ", ".join(g.value for g in cls)
         if text is None:
             raise UsageError("GUARANTEE_MISSING", known=known)

@@ -167,10 +167,7 @@ def of_values(writer: str) -> Iterator[None]:
 
 
 def unwritable(what: str) -> BadRecord:
-    """
-    Args:
-        what: failed for which value, without a full stop.
-    """
+    """Args: what: failed for which value, without a full stop."""
     return BadRecord("ROW_UNWRITABLE.VALUE", what=what)
 
 

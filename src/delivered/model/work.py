@@ -78,10 +78,7 @@ def without_format(record: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def check_format(version: Any, what: str, newest: int = RECORD_FORMAT) -> None:
-    """
-    Raises:
-        Refused: this version cannot be read here.
-    """
+    """Raises Refused: this version cannot be read here."""
     if not isinstance(version, int) or not 0 <= version <= newest:
         raise Refused("FORMAT_NEWER", what=what, version=version, newest=newest)
 
@@ -201,11 +198,7 @@ def digest_of(rows: Fingerprint) -> bytes:
 
 
 class Archive:
-    """Any number of archived incarnations, as one string of bytes.
-
-    Raises:
-        InvariantBroken: the bytes are corrupt.
-    """
+    """Any number of archived incarnations, as one string of bytes. Raises InvariantBroken: the bytes are corrupt."""
 
     def __init__(self, data: bytes = b"", where: str = "the ledger") -> None:
         if len(data) % ENTRY_BYTES:
@@ -265,10 +258,7 @@ class Handle:
 
     @classmethod
     def of(cls, prepared: Prepared) -> Self:
-        """
-        Raises:
-            Refused: a later version of this package prepared it.
-        """
+        """Raises Refused: a later version of this package prepared it."""
         return cls.from_json(prepared.handle)
 
     @classmethod
@@ -391,10 +381,7 @@ class DriverAddress:
 
     @classmethod
     def of(cls, setting: Callable[[str, str], str | None]) -> DriverAddress:
-        """
-        Args:
-            setting: a session's setting of this name, or the default.
-        """
+        """Args: setting: a session's setting of this name, or the default."""
         host = setting("spark.driver.host", "") or ""
         port = setting(PORT, "0") or "0"
         return cls(host, setting("spark.driver.bindAddress", "") or "", int(port) if port.isdigit() else 0)

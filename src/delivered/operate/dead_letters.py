@@ -302,11 +302,7 @@ class DeadLetterQueue:
         return settled
 
     def finish(self, letters: Callable[[], Iterable[DeadLetter]]) -> None:
-        """Finish the newest batch, if it was decided, or may have sent rows.
-
-        Args:
-            letters: all of this sink.
-        """
+        """Finish the newest batch, if it was decided, or may have sent rows. Args: letters: all of this sink."""
         with self._open() as context:
             pending = _pending(context.ledger.look())
             if pending is not None:
@@ -359,10 +355,7 @@ class DeadLetterQueue:
         return [None] * len(letters) if reasons is None else list(reasons.to_pylist())
 
     def _as_rows(self, letters: Sequence[DeadLetter]) -> pa.RecordBatch:
-        """
-        Raises:
-            Refused: they do not suit the sink's columns.
-        """
+        """Raises Refused: they do not suit the sink's columns."""
         kinds = self._types()
         names = dict.fromkeys(name for n in letters for name in json.loads(n.record))
         try:
@@ -411,10 +404,7 @@ class DeadLetterQueue:
         return f"{_FOLDER}/{self.folder}/{json.loads(offsets)[_OFFSETS]}.json"
 
     def _file(self, offsets: str) -> _File:
-        """
-        Raises:
-            InvariantBroken: the ledger names a file that the checkpoint lacks: an older copy was put back.
-        """
+        """Raises InvariantBroken: the ledger names a file that the checkpoint lacks: an older copy was put back."""
         where, path = self._pipeline.checkpoint, self._path(offsets)
         file = read_record(where, path, "settled dead letters", _File.from_json, "DEAD_LETTERS_DAMAGED")
         if file is None:
@@ -540,10 +530,7 @@ class RecordQueue(DeadLetterQueue):
         return (None if part.rejected else part.good), _why(part)
 
     def _as_rows(self, letters: Sequence[DeadLetter]) -> pa.RecordBatch:
-        """
-        Raises:
-            Refused: a dead letter of a batch that has to be finished no longer becomes rows.
-        """
+        """Raises Refused: a dead letter of a batch that has to be finished no longer becomes rows."""
         for letter in letters:
             why = None if letter.id in self._rows_by_id else (self._why_spark() or self._reason(letter))
             if why is not None:

@@ -43,11 +43,7 @@ Point = tuple[float, Attributes]
 
 
 class StatusCollector:
-    """A collector of prometheus_client.
-
-    Args:
-        look: the status of every pipeline, now.
-    """
+    """A collector of prometheus_client. Args: look: the status of every pipeline, now."""
 
     def __init__(self, look: Callable[[], Iterable[Status]]) -> None:
         self._look = look

@@ -76,11 +76,7 @@ def allowed(before: Definition, now: Definition, between: bool) -> list[str]:
 
 
 def follow(pipeline: Definition, plan: Plan, query: StreamingQuery, recent: Reports, notes: Sequence[str]) -> None:
-    """Show the query in this cell until it ends, from a thread of its own.
-
-    Args:
-        recent: its reports, newest first.
-    """
+    """Show the query in this cell until it ends, from a thread of its own. Args: recent: its reports, newest first."""
     head = f"{pipeline.name}: {pipeline.guarantee.value} by {plan.mechanism}"
     cell = _display(CellView(head, "running", notes=notes), display_id=True)
     arguments = (pipeline, query, recent, head, notes, cell)

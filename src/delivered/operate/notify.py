@@ -187,11 +187,7 @@ class Reported:
 
 
 class Notifier:
-    """Of one pipeline.
-
-    Args:
-        webhook: None: nothing is sent; `look` only returns what is new.
-    """
+    """Of one pipeline. Args: webhook: None: nothing is sent; `look` only returns what is new."""
 
     def __init__(self, name: str, location: str, webhook: Webhook | None) -> None:
         self._name, self._location, self._webhook = name, location, webhook

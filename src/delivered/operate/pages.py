@@ -223,10 +223,7 @@ AT_ONCE = 8
 
 
 class Asked:
-    """
-    Args:
-        paths: pipeline files, and those of ledgers.
-    """
+    """Args: paths: pipeline files, and those of ledgers."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)

@@ -121,10 +121,7 @@ def retargeted(own: Endpoint, into: Endpoint | str) -> Endpoint:
 
 
 def check_target(pipeline: Definition, target: Endpoint) -> None:
-    """
-    Raises:
-        UsageError: the pipeline writes to this target itself.
-    """
+    """Raises UsageError: the pipeline writes to this target itself."""
     ids = _identity(pipeline.name, target)
     for own in pipeline.all_sinks:
         same = own.system == target.system and dict(own.options) == dict(target.options)
@@ -207,11 +204,7 @@ def _bad_time(text: str) -> UsageError:
 
 
 def offsets_at(source: Endpoint, word: str, name: str = SOURCE) -> Offsets:
-    """The source's offsets at a time, or as the user says.
-
-    Args:
-        name: of the source.
-    """
+    """The source's offsets at a time, or as the user says. Args: name: of the source."""
     place = _place(word, name)
     replaced = ("starting", "ending")
     options = {
@@ -231,10 +224,7 @@ def offsets_at(source: Endpoint, word: str, name: str = SOURCE) -> Offsets:
 
 
 def _retained(source: Endpoint, start: str, begin: Offsets) -> None:
-    """
-    Raises:
-        Refused: a partition may have had records of the time that it no longer has.
-    """
+    """Raises Refused: a partition may have had records of the time that it no longer has."""
     for where, at, first in leaves("", begin, offsets_at(source, EARLIEST)):
         if at == first > 0:
             raise Refused("REPLAY_RECORDS_GONE", first=first, where=where, start=start)

@@ -58,10 +58,7 @@ class SealStatus:
         cadence: Cadence | None = None,
         started_ms: int | None = None,
     ) -> Self:
-        """
-        Args:
-            last: the newest decision, read after the seals.
-        """
+        """Args: last: the newest decision, read after the seals."""
         if last is None:
             return cls(sealed, cadence, started_ms)
         total, seal = last.for_sink(sink).total.count, sealed.last

@@ -112,11 +112,7 @@ def application(
         return PlainTextResponse("A token is needed: ?token=..., or Authorization: Bearer.\n", 401)
 
     async def form_of(request: Request) -> dict[str, list[str]]:
-        """What a form sent, if it may do anything.
-
-        Raises:
-            Refusal: it may not.
-        """
+        """What a form sent, if it may do anything. Raises Refusal: it may not."""
         if not pages.has_actions:
             raise Refusal(403, "Nothing can be changed here: delivered ui --actions, or use the command line.")
         sites, origins = request.headers.getlist("sec-fetch-site"), request.headers.getlist("origin")
@@ -207,10 +203,7 @@ def application(
 
 
 async def _body(request: Request) -> bytes:
-    """
-    Raises:
-        Refusal: it is too long, or does not arrive.
-    """
+    """Raises Refusal: it is too long, or does not arrive."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -224,10 +217,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _parsed(body: bytes) -> dict[str, list[str]]:
-    """
-    Raises:
-        Refusal: it is no form.
-    """
+    """Raises Refusal: it is no form."""
     try:
         return parse_qs(body.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=DEAD_LETTERS_MAX)
     except ValueError:
@@ -244,11 +234,7 @@ def serve(
     actions: bool | None = None,
     verified: Callable[[], str] | None = None,
 ) -> None:
-    """Until a signal ends the process.
-
-    Raises:
-        UsageError, MissingExtra: as `application`.
-    """
+    """Until a signal ends the process. Raises UsageError, MissingExtra: as `application`."""
     app = application(paths, token=token, address=address, hosts=hosts, actions=actions, verified=verified)
     try:
         import uvicorn

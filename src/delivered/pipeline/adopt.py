@@ -90,10 +90,7 @@ def adopt(
 
 
 def _check_not_started(pipeline: Definition) -> None:
-    """
-    Raises:
-        Refused: the checkpoint, or the ledger, has a batch of this pipeline.
-    """
+    """Raises Refused: the checkpoint, or the ledger, has a batch of this pipeline."""
     _, batch = read_logged(pipeline.checkpoint)
     if batch is not None:
         raise Refused("ADOPT_STARTED.CHECKPOINT", checkpoint=pipeline.checkpoint, batch=batch)
@@ -138,10 +135,7 @@ def _offsets(text: str, location: str) -> dict[str, Any]:
 
 
 def _keep(pipeline: Definition, source: str, resumption: Resumption, *, write: bool) -> None:
-    """
-    Raises:
-        Refused: the checkpoint keeps another start.
-    """
+    """Raises Refused: the checkpoint keeps another start."""
     stored = sidecar.read_first(pipeline.checkpoint, source)
     if stored is None and write:
         stored = sidecar.keep_first(pipeline.checkpoint, lambda: resumption.offsets, source)

@@ -101,11 +101,7 @@ def spark_defaults() -> dict[str, str]:
 
 
 def project(columns: pa.Schema, projection: Projection) -> pa.Schema:
-    """The columns that one sink gets.
-
-    Raises:
-        UsageError: it names a column that the rows do not have.
-    """
+    """The columns that one sink gets. Raises UsageError: it names a column that the rows do not have."""
     types = {f.name.lower(): f.type for f in columns}
     for item in projection.items:
         if item.sql is None and item.name.lower() not in types:

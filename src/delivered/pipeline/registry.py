@@ -99,11 +99,7 @@ def connector(name: str) -> Connector:
 
 
 def find_source(system: str, options: Mapping[str, str]) -> Source:
-    """A source by the name of its system.
-
-    Raises:
-        UsageError: no such connector, not a source, or a bad option.
-    """
+    """A source by the name of its system. Raises UsageError: no such connector, not a source, or a bad option."""
     found = connector(system)
     source = find_received(system, options) if found.queues is not None else found.source(options)
     formats = _formats(found.source_options, options)

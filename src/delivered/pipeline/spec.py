@@ -154,10 +154,7 @@ class PipelineSpec:
     store: Store = field(default_factory=dict)
 
     def open(self) -> Sinks:
-        """
-        Raises:
-            UsageError: bad options, or two sinks with the same name.
-        """
+        """Raises UsageError: bad options, or two sinks with the same name."""
         letters = self.dead_letter
         return Sinks.of(
             [(s.name, s.open(), s.route) for s in self.sinks],

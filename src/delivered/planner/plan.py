@@ -221,11 +221,7 @@ def _limits(request: Request) -> list[str]:
 
 
 def _dedup(dedup: Dedup, system: str = "") -> tuple[str, ...]:
-    """One line for each thing worth knowing before the start.
-
-    Args:
-        system: of the sink that decides.
-    """
+    """One line for each thing worth knowing before the start. Args: system: of the sink that decides."""
     if dedup.in_table:
         return _dedup_in_table(dedup, system)
     twice = Dedup(dedup.by, 2 * dedup.within_ms).within

@@ -78,11 +78,7 @@ class Driver:
         return self._ready
 
     def ask(self, arguments: Sequence[str], environment: Mapping[str, str], output: Path, errors: Path) -> Task:
-        """Run a command. Call once it is ready.
-
-        Args:
-            environment: variables that it may have been started without.
-        """
+        """Run a command. Call once it is ready. Args: environment: variables that it may have been started without."""
         environment = {k: v for k, v in environment.items() if self._env.get(k) != v}
         files = {"output": str(output), "errors": str(errors)}
         request = json.dumps({"arguments": [*arguments], "environment": environment, **files})

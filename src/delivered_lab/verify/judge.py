@@ -251,10 +251,7 @@ def recovery(evidence: Evidence) -> Finding:
 
 
 def compared(recovery_s: Sequence[float], plain_s: float) -> Finding:
-    """
-    Args:
-        recovery_s: of each restart after a kill; at least one. plain_s: of a plain restart.
-    """
+    """Args: recovery_s: of each restart after a kill; at least one. plain_s: of a plain restart."""
     slow = [f"{s:.1f} s (a plain restart: {plain_s:.1f} s)" for s in recovery_s if s > RECOVERY_RATIO_MAX * plain_s]
     return _found("recovery", slow, f"slowest {max(recovery_s):.1f} s, plain {plain_s:.1f} s")
 

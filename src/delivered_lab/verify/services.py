@@ -381,11 +381,7 @@ class Receivers:
             raise VerifierError("RECEIVER_FAILED.FIRST", exit_code=run.code, output=last_words(run))
 
     def start(self, crash: str = "", *, alongside: bool = False) -> Run:
-        """Start a receiver with these crash points.
-
-        Args:
-            alongside: leave others running; else stop them first.
-        """
+        """Start a receiver with these crash points. Args: alongside: leave others running; else stop them first."""
         if not alongside:
             self.stop()
         if len(self._runs) >= _STARTS_MAX:

@@ -136,10 +136,7 @@ class Workload:
         )
 
     def sink_options(self, upserts: bool) -> dict[str, str]:
-        """
-        Args:
-            upserts: the sink can replace the row with the same key.
-        """
+        """Args: upserts: the sink can replace the row with the same key."""
         by_key = {"mode": "upsert", "keyColumns": "key"} if self.output_mode == "update" and upserts else {}
         return {**by_key, **self.sink}
 

@@ -36,11 +36,7 @@ class ClientLog:
 
 
 def kafka_client() -> Any:
-    """The module `confluent_kafka`.
-
-    Raises:
-        MissingExtra: it is not installed.
-    """
+    """The module `confluent_kafka`. Raises MissingExtra: it is not installed."""
     try:
         import confluent_kafka
     except ImportError:

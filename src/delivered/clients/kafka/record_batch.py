@@ -269,10 +269,7 @@ class BatchTooLarge(BadRecord):
 
 
 def fault(partition: Partition, number: int, base_offset: int, found: int, wanted: int) -> DeliveredError:
-    """
-    Args:
-        number: the fault's in record_batch.c.
-    """
+    """Args: number: the fault's in record_batch.c."""
     if number == _OLD_MAGIC:
         topic, at = partition
         return UsageError("KAFKA_OLD_FORMAT", topic=topic, position=at, actual=found, base_offset=base_offset)

@@ -693,11 +693,7 @@ class Sender:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def _pump(self, wait: bool = False) -> None:
-        """Take responses that are here, and send what may be sent.
-
-        Args:
-            wait: briefly, if there is nothing to do.
-        """
+        """Take responses that are here, and send what may be sent. Args: wait: briefly, if there is nothing to do."""
         announcing = self._announced is not None and self._announced.waiting
         if announcing and self._announced is not None:
             announcing = not self._announced.receive(_PAUSE_S_MAX if wait and not self._requests else 0)

@@ -19,11 +19,7 @@ OF_SOURCES = {name: COLUMNS.field(name).type for name in ("offset", "timestamp",
 
 
 def check_schema(schema: pa.Schema, topic: str | None) -> None:
-    """Raise UsageError if rows of this schema cannot be written.
-
-    Args:
-        topic: the option `topic`.
-    """
+    """Raise UsageError if rows of this schema cannot be written. Args: topic: the option `topic`."""
     unknown = [f.name for f in schema if f.name not in KNOWN and OF_SOURCES.get(f.name) != f.type]
     if unknown:
         raise UsageError("COLUMN_UNKNOWN", unknown=unknown[0], known=", ".join(KNOWN))

@@ -350,11 +350,7 @@ def _unreadable(hidden: Sequence[Partition]) -> DeliveredError:
 
 
 class Ends:
-    """What one process knows of the ends of a sink's transactions.
-
-    Args:
-        wire: opens the committer's connections.
-    """
+    """What one process knows of the ends of a sink's transactions. Args: wire: opens the committer's connections."""
 
     def __init__(self, wire: Callable[[], Wire], options: SinkOptions, scope: Scope) -> None:
         self._connected, self._options, self._scope = wire, options, scope

@@ -303,10 +303,7 @@ def _read_committed(options: SourceOptions, client: KafkaDriverClient, group: st
 def _build_resumption(
     options: SourceOptions, client: KafkaDriverClient, at: Mapping[Partition, int], unread: str | None
 ) -> Resumption:
-    """
-    Args:
-        unread: what is known of a partition without an offset; None: nothing, so it must be empty.
-    """
+    """Args: unread: what is known of a partition without an offset; None: nothing, so it must be empty."""
     partitions, ids = client.partitions()
     first = {p: o or 0 for p, o in client.offsets(dict.fromkeys(partitions, EARLIEST)).items()}
     ends = {p: o or 0 for p, o in client.offsets(dict.fromkeys(partitions, LATEST)).items()}

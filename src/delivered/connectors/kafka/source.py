@@ -106,11 +106,7 @@ class Parting:
 
 
 class LogHistory:
-    """Compares positions with the logs as they are. Not thread-safe.
-
-    Args:
-        wire: opens the driver's connections.
-    """
+    """Compares positions with the logs as they are. Not thread-safe. Args: wire: opens the driver's connections."""
 
     def __init__(self, options: SourceOptions, wire: Callable[[], Wire]) -> None:
         self._options, self._connected = options, wire

@@ -537,10 +537,7 @@ class CommittedReader:
         return found
 
     def _batches(self, part: Any) -> Iterator[Any]:
-        """
-        Raises:
-            InvariantBroken: LEDGER_DAMAGED: a batch differs from what its producer sent.
-        """
+        """Raises InvariantBroken: LEDGER_DAMAGED: a batch differs from what its producer sent."""
         from kafka.record import MemoryRecords
 
         if not part.records:

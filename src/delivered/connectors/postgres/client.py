@@ -170,11 +170,7 @@ class Session(psycopg.Connection[Any]):
     _peer: Peer | None = None
 
     def watch(self, label: str, conninfo: str, given: Mapping[str, Any]) -> None:
-        """Watch all statements from here on.
-
-        Args:
-            conninfo, given: as this session was opened.
-        """
+        """Watch all statements from here on. Args: conninfo, given: as this session was opened."""
         host, port = self.info.host, self.info.port
         # The same server, however many the URL names.
         here = {

@@ -141,11 +141,7 @@ def kept(
     position: Offsets,
     known: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Facts about the rows before a position. Raises psycopg.Error.
-
-    Args:
-        known: compute these facts again.
-    """
+    """Facts about the rows before a position. Raises psycopg.Error. Args: known: compute these facts again."""
     found = target.find(connection, options)
     there = [] if found is None else relations(connection, found[0])
     size, pages = sum(r.bytes for r in there), sum(r.pages for r in there)

@@ -219,11 +219,7 @@ class Topic:
         self._close(reader)
 
     def send(self, data: bytes) -> Position:
-        """Append a message.
-
-        Raises:
-            OutcomeUnknown: it may be stored, now or later. DeliveredError: nothing was sent.
-        """
+        """Append a message. Raises OutcomeUnknown: it may be stored, now or later. DeliveredError: nothing was sent."""
         if self._producer is None:
             self._open_producer()
         library = pulsar()

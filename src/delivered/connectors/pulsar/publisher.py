@@ -208,10 +208,7 @@ class OpenShard:
     """An open transaction."""
 
     def __init__(self, options: PulsarSinkOptions, work: Work, schema: tuple[str, str] | None) -> None:
-        """
-        Args:
-            schema: kind and text of already encoded messages; None: bytes.
-        """
+        """Args: schema: kind and text of already encoded messages; None: bytes."""
         self._options, self._work = options, work
         self._cluster = cluster(options)
         self._coordinators = Coordinators(self._cluster)

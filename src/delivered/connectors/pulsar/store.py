@@ -151,11 +151,7 @@ def check_protected(options: Place, namespace: str, scope: Scope) -> list[Findin
 
 
 class PulsarStore:
-    """See `delivered.ledger.Store`.
-
-    Args:
-        namespace: `persistent://tenant/namespace`.
-    """
+    """See `delivered.ledger.Store`. Args: namespace: `persistent://tenant/namespace`."""
 
     def __init__(self, options: Place, namespace: str, scope: Scope) -> None:
         self._options = options

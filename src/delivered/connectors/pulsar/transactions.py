@@ -174,11 +174,7 @@ class Marker:
 
     @classmethod
     def from_json(cls, data: bytes) -> Self | None:
-        """None: another application wrote these bytes.
-
-        Raises:
-            Refused: a later version of this package wrote it.
-        """
+        """None: another application wrote these bytes. Raises Refused: a later version of this package wrote it."""
         try:
             record = without_format(json.loads(data), "a marker")
             text = record.get("fingerprint")

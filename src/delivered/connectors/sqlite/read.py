@@ -152,10 +152,7 @@ def rowid_name(connection: sqlite3.Connection, table: str) -> str | None:
 def _facts(
     connection: sqlite3.Connection, table: str, position: Offsets, before: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """
-    Args:
-        before: compute the same facts again, of rows that have the same numbers.
-    """
+    """Args: before: compute the same facts again, of rows that have the same numbers."""
     connection.execute("BEGIN")
     stop, rowid = int(position["rowid"]), rowid_name(connection, table)
     source = f"FROM {quoted(table)} WHERE {rowid}"

@@ -186,11 +186,7 @@ class NumberedTable(Generic[C]):
         return {"columns": list(columns), "unnumbered": unnumbered, "counts": counts, "hashes": hashes}
 
     def changes(self, connection: C, position: Offsets, before: Mapping[str, Any], there: Sequence[str]) -> Changes:
-        """What happened since to what lay before a position of this table.
-
-        Args:
-            there: the table's columns.
-        """
+        """What happened since to what lay before a position of this table. Args: there: the table's columns."""
         if missing := [name for name in (self.column, *before["columns"]) if name not in there]:
             what = f"table {self.name}: columns were removed: {', '.join(missing)}"
             return Changes(altered=(what,), continues=self.column not in missing)

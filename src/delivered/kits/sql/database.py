@@ -63,11 +63,7 @@ class Database(ABC, Generic[C]):
 
     @abstractmethod
     def connect(self, role: str, *, writes: bool = True) -> C:
-        """Open a connection. Raises DeliveredError within 15 s.
-
-        Args:
-            role: shown in the server's list of sessions.
-        """
+        """Open a connection. Raises DeliveredError within 15 s. Args: role: shown in the server's list of sessions."""
 
     @abstractmethod
     def errors(self) -> type[Exception]:

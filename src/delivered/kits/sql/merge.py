@@ -80,10 +80,7 @@ def check_fits(
 
 
 def check_columns(mode: WriteMode, schema: pa.Schema, types: Types) -> None:
-    """
-    Raises:
-        UsageError: the rows lack a column of the mode, or its type does not suit its role.
-    """
+    """Raises UsageError: the rows lack a column of the mode, or its type does not suit its role."""
     columns = [*mode.keys, *(n for n in (mode.version, mode.delete, mode.expected) if n is not None)]
     absent = [n for n in columns if n not in schema.names]
     if absent:
@@ -120,10 +117,7 @@ def check_columns(mode: WriteMode, schema: pa.Schema, types: Types) -> None:
 
 
 def check_rows(mode: WriteMode, batch: pa.RecordBatch) -> None:
-    """
-    Raises:
-        BadRecord: a key or a version is null.
-    """
+    """Raises BadRecord: a key or a version is null."""
     for role, names in (("key", mode.keys), ("version", (mode.version,) if mode.version else ())):
         for name in names:
             if batch.column(batch.schema.get_field_index(name)).null_count:
@@ -195,11 +189,7 @@ class Merge:
         return f"FROM {self._found(staged)} WHERE TRUE"
 
     def write(self, staged: str, only: str) -> Sequence[str]:
-        """Write staged rows without conflicts, at most one per key.
-
-        Args:
-            only: condition of a staged row.
-        """
+        """Write staged rows without conflicts, at most one per key. Args: only: condition of a staged row."""
         mode = self.mode
         if mode.upserts and not mode.insert and mode.expected is None:
             first = self.before_upsert(staged, only)
@@ -391,10 +381,7 @@ class Conditional(Generic[C]):
     skipped: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> None:
-        """
-        Raises:
-            UsageError: a conflict, and `on_conflict` is FAIL; or the database dropped a row without an error.
-        """
+        """Raises UsageError: a conflict, and `on_conflict` is FAIL; or the database dropped a row without an error."""
         mode = self.merge.mode
         self.database.at_once(self.connection)
         number = 0
@@ -470,10 +457,7 @@ class Conditional(Generic[C]):
         self.skipped[CONSTRAINT] += self._keep(row, ("NULL", "NULL"), lambda *_: reason)
 
     def _conflict(self, record: Mapping[str, Any], exists: Any, version: Any) -> str:
-        """
-        Raises:
-            UsageError: the query must stop.
-        """
+        """Raises UsageError: the query must stop."""
         mode = self.merge.mode
         reason = "a row of this key is in the table"
         if mode.expected is not None:
@@ -669,10 +653,7 @@ def check_keys_stored(
 def check_before_delete(
     connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition
 ) -> None:
-    """
-    Raises:
-        UsageError: a staged delete would delete the row of another key.
-    """
+    """Raises UsageError: a staged delete would delete the row of another key."""
     if found.loose:
         row = connection.execute(merge.other_key(staged, found.loose_keys, deletes=True)).fetchone()
         if row is not None:
@@ -680,10 +661,7 @@ def check_before_delete(
 
 
 def check_deleted(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:
-    """
-    Raises:
-        UsageError: a staged delete had no effect.
-    """
+    """Raises UsageError: a staged delete had no effect."""
     if found.deceives:
         row = connection.execute(merge.undeleted_key(staged)).fetchone()
         if row is not None:

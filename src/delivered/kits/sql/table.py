@@ -294,10 +294,7 @@ class Types(ABC):
         return pa.schema(sorted(self.plain_schema(schema), key=lambda f: f.name))
 
     def check(self, schema: pa.Schema) -> None:
-        """
-        Raises:
-            UsageError: a column cannot be stored.
-        """
+        """Raises UsageError: a column cannot be stored."""
         if not 1 <= len(schema) <= self.columns_max:
             raise UsageError("COLUMNS.COUNT", count=len(schema), columns_max=self.columns_max)
         seen: dict[str, str] = {}
@@ -410,10 +407,7 @@ def add_number(options: TableOptions, batch: pa.RecordBatch, number: int) -> pa.
 
 
 def check_rows_lack(options: TableOptions, schema: pa.Schema, *, folds_case: bool) -> None:
-    """
-    Raises:
-        UsageError: the rows have a column of this name themselves.
-    """
+    """Raises UsageError: the rows have a column of this name themselves."""
     own = options.batch_column
     for name in schema.names if own is not None else ():
         if name == own or (folds_case and name.lower() == str(own).lower()):
@@ -463,10 +457,7 @@ class TableScan(BoundedScan):
     """See `delivered.contract.sink.BoundedScan`. Rows keep the Arrow types they were written with."""
 
     def schema(self) -> pa.Schema:
-        """
-        Raises:
-            UsageError: this package never wrote to the table.
-        """
+        """Raises UsageError: this package never wrote to the table."""
         schema = self._stored_schema()
         if schema is None:
             raise self._never_written()
@@ -489,10 +480,7 @@ class RowSum:
 
     @classmethod
     def of(cls, rows: Iterable[bytes]) -> Self:
-        """
-        Args:
-            rows: each as bytes that only equal rows have.
-        """
+        """Args: rows: each as bytes that only equal rows have."""
         count = total = 0
         for row in rows:
             count += 1
@@ -738,11 +726,7 @@ def compare(
 
 
 def check_typed(options: ServerOptions, schema: pa.Schema) -> None:
-    """Check that a table can be created from a schema.
-
-    Raises:
-        UsageError: a column has the type null.
-    """
+    """Check that a table can be created from a schema. Raises UsageError: a column has the type null."""
     if any(untyped(f) for f in schema):
         raise UsageError(
             "TYPE_UNKNOWN.CREATED", table=options.table_text, columns=[f.name for f in schema if untyped(f)]

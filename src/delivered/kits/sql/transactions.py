@@ -531,11 +531,7 @@ class Staging:
 
 
 def upsert(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:
-    """Write the staged rows that are not deletes.
-
-    Raises:
-        UsageError: the database did not store what it was given.
-    """
+    """Write the staged rows that are not deletes. Raises UsageError: the database did not store what it was given."""
     (sent,) = connection.execute(merge.rows(staged)).fetchone()
     first = merge.before_upsert(staged)
     rows = 0 if first is None else connection.execute(first).rowcount
@@ -559,9 +555,6 @@ def delete(connection: Connection, options: TableOptions, merge: Merge, staged: 
 
 
 def check_rules(options: TableOptions, definition: Definition) -> None:
-    """
-    Raises:
-        UsageError: a rule replaces the sink's statements, whose counts are then those of the rule's own.
-    """
+    """Raises UsageError: a rule replaces the sink's statements, whose counts are then those of the rule's own."""
     if definition.rules:
         raise UsageError("TABLE_RULE", table=options.table_text, where=options.where, rules=", ".join(definition.rules))

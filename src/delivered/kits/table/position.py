@@ -113,10 +113,7 @@ class Added(Generic[F]):
 
 
 def added_since(commits: Iterable[FileCommit[F]]) -> Added[F]:
-    """
-    Args:
-        commits: those since the position, oldest first.
-    """
+    """Args: commits: those since the position, oldest first."""
     found: Added[F] = Added()
     for commit in commits:
         found.take(commit)

@@ -47,11 +47,7 @@ _Found = tuple[At, int, str]
 
 
 class SealFiles:
-    """The files of one sink's chain.
-
-    Args:
-        folder: below the store's root; contains nothing else.
-    """
+    """The files of one sink's chain. Args: folder: below the store's root; contains nothing else."""
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store = store

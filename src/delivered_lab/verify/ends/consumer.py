@@ -76,11 +76,7 @@ class Inbox:
         self.spec |= {"address": server.url, "queue": place.queue, "group": f"{place.queue}-group"}
 
     def consumer(self, point: str = "", n: int = -1, **spec: str) -> Run:
-        """Start one; it ends when nothing is left.
-
-        Args:
-            point, n: SIGKILL at this point of message n.
-        """
+        """Start one; it ends when nothing is left. Args: point, n: SIGKILL at this point of message n."""
         values = {**self.spec, **spec, "point": point, "n": n}
         return self.end.start("consumer", "delivered_lab.verify.ends.applications", values)
 

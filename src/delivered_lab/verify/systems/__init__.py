@@ -68,10 +68,7 @@ def from_address(address: Mapping[str, Any]) -> SourceClient:
 
 
 class GroupClient:
-    """
-    Args:
-        members: by name in the pipeline file, in its order.
-    """
+    """Args: members: by name in the pipeline file, in its order."""
 
     system = "group"
     batch_atomic = False

@@ -22,10 +22,7 @@ PARTITION = "table"
 
 
 class FileTable(ABC):
-    """
-    Args:
-        extra: more options of the sink in the pipeline file.
-    """
+    """Args: extra: more options of the sink in the pipeline file."""
 
     system = "files"
     batch_atomic = True
