@@ -316,7 +316,8 @@ def join(hops: Sequence[SealedHop]) -> Joined:
         hops[0].seals[0].start,
         last[0].end,
         tuple(text for hop in hops for text in _beyond_counts(hop)),
-        tuple(_covered(hop) for hop in hops) + _ages(last),
+        tuple(f"{h.pipeline} is sealed up to batch {h.seals[-1].last} by {len(h.seals)} seals" for h in hops)
+        + _ages(last),
     )
 
 
@@ -327,10 +328,6 @@ def _beyond_counts(hop: SealedHop) -> list[str]:
         explained = breaches(hop.guarantee, seal.sums.counts, seal.sums.ledger.given_up.count)
         found += [f"{hop.pipeline}, seal {seal.number}: {text}" for text in seal.breaches if text not in explained]
     return found
-
-
-def _covered(hop: SealedHop) -> str:
-    return f"{hop.pipeline} is sealed up to batch {hop.seals[-1].last} by {len(hop.seals)} seals"
 
 
 def _ages(last: Sequence[Seal]) -> tuple[str, ...]:

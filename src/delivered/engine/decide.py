@@ -115,7 +115,7 @@ def commit_batch(
         except DeliveredError:
             _abort(context, find_orphans(shards, last))
             raise
-        if all_skipped(shards):
+        if shards and all(m.did in (Action.SKIP, Action.COMPARE) for m in shards):
             return None
         new = find_orphans(shards, last)
         if not (shards and shards[0].plan.rewrite and new):
@@ -399,10 +399,6 @@ def check_messages(context: Context, batch: int, messages: Sequence[ShardMessage
 
 def collect_participants(messages: Sequence[ShardMessage]) -> tuple[Prepared, ...]:
     return tuple(p for m in messages for p in m.participants)
-
-
-def all_skipped(messages: Sequence[ShardMessage]) -> bool:
-    return bool(messages) and all(m.did in (Action.SKIP, Action.COMPARE) for m in messages)
 
 
 def is_repeated(messages: Sequence[ShardMessage]) -> bool:

@@ -254,7 +254,8 @@ def _texts(limits: Range, column: pa.Array, path: str) -> Iterator[tuple[str, _M
     try:
         column.validate(full=True)
     except pa.ArrowInvalid:
-        mask = np.array([not _is_utf8(v) for v in column.cast(_bytes_of(column.type)).to_pylist()])
+        raw = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
+        mask = np.array([not _is_utf8(v) for v in raw.to_pylist()])
         if mask.any():
             yield path, mask, "text that is not UTF-8"
     if not limits.zero_byte and _has_zero(column):
@@ -269,10 +270,6 @@ def _has_zero(column: pa.Array) -> bool:
     ends = np.frombuffer(offsets, np.int64 if pa.types.is_large_string(column.type) else np.int32)
     values = np.frombuffer(data, np.uint8)[ends[column.offset] : ends[column.offset + len(column)]]
     return not values.all()
-
-
-def _bytes_of(kind: pa.DataType) -> pa.DataType:
-    return pa.large_binary() if pa.types.is_large_string(kind) else pa.binary()
 
 
 def _is_utf8(value: bytes | None) -> bool:

@@ -358,11 +358,6 @@ def load_yaml(text: str) -> Any:
         raise yaml.YAMLError(f"a value does not fit its tag: {str(error)[:200]}") from None
 
 
-def compose_yaml(text: str) -> Any:
-    """The nodes of a text that `load_yaml` accepted, with their lines."""
-    return yaml.compose(text, Loader=_Loader)
-
-
 def _check(text: str) -> None:
     """Count nodes with their aliases expanded, event by event, before anything is built."""
     if len(text) > TEXT_BYTES_MAX:
@@ -503,7 +498,7 @@ def _parse_scalar(text: str) -> Any:
 def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
     try:
         data = load_yaml(text)
-        node = compose_yaml(text)
+        node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise _not_yaml(text, name, error) from None
     if not isinstance(data, dict):

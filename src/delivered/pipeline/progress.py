@@ -124,7 +124,7 @@ class Progress:
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in sorted(self.skipped.items()))
         lost += f", {self.skipped.total():,} not accepted by a table ({kinds})" if kinds else ""
         lost += f", {self.late:,} rows dropped as late" if self.late else ""
-        return f"{self.batches:,} {_plural(self.batches, 'batch', 'batches')}, {self.records:,} records{lost}"
+        return f"{self.batches:,} {'batch' if self.batches == 1 else 'batches'}, {self.records:,} records{lost}"
 
     @property
     def text(self) -> str:
@@ -203,7 +203,3 @@ def plain_report(report: Any) -> Mapping[str, Any]:
     """Spark's report on a batch, as JSON has it: Connect's are dicts."""
     plain: Mapping[str, Any] = json.loads(report.json if hasattr(report, "json") else json.dumps(report))
     return plain
-
-
-def _plural(count: int, one: str, many: str) -> str:
-    return one if count == 1 else many

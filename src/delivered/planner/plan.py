@@ -28,7 +28,7 @@ def make_plan(request: Request) -> Plan | Refusal:
         guarantee=request.guarantee,
         mechanism=_mechanism(request),
         steps=_batch_steps(request),
-        recovery=_recovery_steps(request),
+        recovery=tuple(_RECOVERY[name] for name in RECOVERY[request.guarantee]),
         ledger=request.ledger,
         assumptions=tuple(_assumptions(request)),
         limits=tuple(_limits(request)),
@@ -267,11 +267,6 @@ def _batch_steps(request: Request) -> tuple[Step, ...]:
         decided = any(step.decides for step in steps)
         steps += (_move if name is StepId.COMMIT_APPLY and not decided else _STEPS[name])(request)
     return tuple(steps)
-
-
-def _recovery_steps(request: Request) -> tuple[Step, ...]:
-    """The first steps of every start, with or without a preceding crash."""
-    return tuple(_RECOVERY[name] for name in RECOVERY[request.guarantee])
 
 
 def _mechanism_of(request: Request) -> Mechanism:

@@ -296,14 +296,8 @@ def _run(folder: Path, state: State, say: Say) -> tuple[State, Identity]:
                 actual=state.kind,
                 problem="ended" if dead else f"did not answer within {START_TIMEOUT_S:.0f} s",
                 folder=folder,
-                output=_last_words(log, seen),
+                output=telling_lines(log.read_bytes()[seen:].decode(errors="replace")),
                 log=log,
             )
         time.sleep(_POLL_S)
     return started, identity
-
-
-def _last_words(log: Path, seen: int) -> str:
-    with log.open("rb") as file:
-        file.seek(seen)
-        return telling_lines(file.read().decode(errors="replace"))

@@ -476,7 +476,9 @@ def gather(fixture: Fixture, required: Sequence[str], ordered: bool) -> Evidence
         wanted=results.wanted if results is not None else None,
         states=results.states if results is not None else None,
         acknowledged=frozenset(i for i, end in ends.items() if end is End.OK),
-        in_source=Counter(_source_id(fixture, r) for r in source),
+        in_source=Counter(
+            source_id(r.value) if fixture.setting.template is None else row_effect(r.key, r.value).id for r in source
+        ),
         offered=frozenset(ends),
         seen=fixture.reader.seen,
         final=final,
@@ -580,10 +582,6 @@ def _expected_of_sent(fixture: Fixture, ends: dict[str, End], final: Sequence[Se
         if end is End.OK or (end is End.UNKNOWN and there & effects.keys()):
             found += effects
     return found
-
-
-def _source_id(fixture: Fixture, row: Row) -> str:
-    return source_id(row.value) if fixture.setting.template is None else row_effect(row.key, row.value).id
 
 
 def _effects(fixture: Fixture, key: str | None, value: str) -> list[str]:

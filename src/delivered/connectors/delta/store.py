@@ -115,10 +115,6 @@ class Names:
     def sealed(self) -> str:
         return f"{self._base}/sealed"
 
-    @property
-    def seals_folder(self) -> str:
-        return f"{self.folder}/seals"
-
     def started_folder(self, incarnation: str) -> str:
         return f"{self.folder}/{STARTED}/{incarnation}"
 
@@ -511,7 +507,7 @@ class DeltaStore:
         return Names(replace(self._scope, sink=sink))
 
     def _seals(self, sink: str) -> SealFiles:
-        return SealFiles(self._records.store, self._names_of(sink).seals_folder)
+        return SealFiles(self._records.store, f"{self._names_of(sink).folder}/seals")
 
     def _sealed(self, table: Any, sink: str) -> At:
         names = self._names_of(sink)

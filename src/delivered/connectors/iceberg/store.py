@@ -709,7 +709,8 @@ def upserted(options: IcebergOptions, table: Any, work: Work, shards: Sequence[S
         return Effect()
     mode = options.write
     rows = one_of_each(mode, staged_rows(store(table, data_path(table)), shards), options.table)
-    compare(options, table, TYPES.canonical_schema(_without_helpers(stored_columns(mode, rows.schema))))
+    shown = [f for f in stored_columns(mode, rows.schema) if not f.name.startswith("\0")]  # without helpers
+    compare(options, table, TYPES.canonical_schema(pa.schema(shown)))
     columns = plain(table.schema())
     files = IcebergFiles(options.appending, work, columns, direct=False)
     replaced_files = upsert(mode, rows, columns, [_File(table, task) for task in _tasks(table)], files)
@@ -751,7 +752,3 @@ class _File:
         chosen = self.table.schema().select(*columns.names)
         for batch in ArrowScan(self.table.metadata, self.table.io, chosen, AlwaysTrue()).to_record_batches([self.task]):
             yield fitted(batch, columns)
-
-
-def _without_helpers(schema: pa.Schema) -> pa.Schema:
-    return pa.schema([f for f in schema if not f.name.startswith("\0")])

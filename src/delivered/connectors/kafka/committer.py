@@ -407,14 +407,10 @@ class Ends:
         if work is None:
             return hanging.participant in older
         # Its other partitions have the end that this one lacks, and the marker's may be one of them.
-        topic, number = self._marker_partition
+        topic, number = ledger_topic(self._scope, self._options.ledger_topic), marker_partition(self._scope)
         if f"{topic}-{number}" in hanging.targets:
             return True
         return find_marker(self._wire, topic, work, hanging.participant, wait_s) is not None
-
-    @property
-    def _marker_partition(self) -> Partition:
-        return ledger_topic(self._scope, self._options.ledger_topic), marker_partition(self._scope)
 
     def believe(
         self, handles: Sequence[Transaction], outcomes: Sequence[Outcome[None]], wait_s: float

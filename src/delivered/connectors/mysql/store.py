@@ -235,11 +235,6 @@ def list_staging_tables(session: Session, names: Names) -> list[str]:
     return [name for (name,) in rows if names.is_staging(name)]
 
 
-def table_nonce(table: str) -> str:
-    """Nonce of the session that fills a staging table."""
-    return table.rpartition("_")[2]
-
-
 PART_BYTES_MAX = 64
 CLOSES_S, KILLED_S = 1.0, 5.0
 """How long to wait for the preparing session to end by itself, and again after killing it."""
@@ -357,7 +352,7 @@ def build_committer(options: MysqlOptions, scope: Scope) -> ServerCommitter[Sess
 
     def drop(session: Session, table: str) -> None:
         """Terminate the session of a hanging task, whose locks on the table would block the drop."""
-        nonce = table_nonce(table)
+        nonce = table.rpartition("_")[2]
         if not client.session_has_ended(session, nonce, 0):
             client.end_session(session, nonce)
             client.session_has_ended(session, nonce, KILLED_S)

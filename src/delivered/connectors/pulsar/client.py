@@ -79,7 +79,8 @@ def _new_client(options: Place) -> Any:
             authentication=_authentication(library, options),
             operation_timeout_seconds=int(CONNECT_TIMEOUT_S),
             connection_timeout_ms=int(CONNECT_TIMEOUT_S * 1000),
-            tls_trust_certs_file_path=trusted_file(options),
+            # The client library takes one file; with none it uses certifi's.
+            tls_trust_certs_file_path=options.trusted or ssl.get_default_verify_paths().cafile,
             tls_validate_hostname=True,
             tls_certificate_file_path=options.certificate,
             tls_private_key_file_path=options.key,
@@ -518,7 +519,7 @@ class Admin:
                     parts = urlsplit(url)
                     raise untrusted(self._options, f"{parts.scheme}://{parts.netloc}", reason) from None
                 raise self._unreachable(str(error) or type(error).__name__) from None
-            if reply.status in (307, 308) and _is_http(reply.headers.get("Location", "")):
+            if reply.status in (307, 308) and urlsplit(reply.headers.get("Location", "")).scheme in ("http", "https"):
                 url = self._followed(url, reply.headers["Location"])
             elif reply.status >= 300:
                 raise self._explained(reply.status, url, data)
@@ -638,10 +639,6 @@ def _words(answer: bytes) -> str:
         return " ".join((title[1] if title else text).split())[:_DETAIL_MAX]
 
 
-def _is_http(url: str) -> bool:
-    return urlsplit(url).scheme in ("http", "https")
-
-
 def _integer(headers: Mapping[str, str], name: str, missing: int) -> int:
     """A header's number. A sender's property may have the name of one that the broker sets, and any text."""
     texts = (text.strip() for text in headers.get(name, "").split(","))
@@ -745,11 +742,6 @@ def _reference(options: Place) -> str:
 # TLS to the brokers: trusted certificates, and why a handshake failed.
 
 _PORT = 6651
-
-
-def trusted_file(options: Place) -> str | None:
-    """For the client library, which takes one file; None: it uses certifi's."""
-    return options.trusted or ssl.get_default_verify_paths().cafile
 
 
 def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -> UsageError:

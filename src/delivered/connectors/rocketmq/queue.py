@@ -157,7 +157,8 @@ class RocketmqReceiver(Receiver):
         of = session.library.of
         readable = [q for q in session.queues if q.permission in (of.READ, of.READ_WRITE)]
         # One queue per broker represents all of its queues.
-        self._sources = [(session.library.RpcEndpoints(q.broker.endpoints), q) for q in _one_each(readable)]
+        one_each = {q.broker.name: q for q in reversed(readable)}.values()
+        self._sources = [(session.library.RpcEndpoints(q.broker.endpoints), q) for q in one_each]
         self.ordered = bool(session.granted.subscription.fifo)
         self.takes_fifo = any(of.FIFO in q.accept_message_types for q in session.queues)
         self._arrived: deque[tuple[Held, Content]] = deque()
@@ -430,10 +431,6 @@ def renewed(receipt: str) -> str:
     if len(words) < 8 or not words[0].isdecimal() or not words[7].isdecimal():
         return receipt
     return " ".join([words[7], *words[1:]])
-
-
-def _one_each(queues: Sequence[Any]) -> list[Any]:
-    return list({q.broker.name: q for q in reversed(queues)}.values())
 
 
 # Topic and group as a queue of the contract, with their preflight check.

@@ -54,7 +54,7 @@ from delivered.kits.queue import (
 )
 from delivered.ledger import Ledgers
 from delivered.model.capability import Commit, Guarantee, SinkCapability
-from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
+from delivered.model.errors import BadRecord, InvariantBroken, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
@@ -393,7 +393,8 @@ class EndJournal:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         file.seek(0)
-                        raise self._held_by(file.read().strip()) from None
+                        who = file.read().strip() or "Another process"
+                        raise Unreachable("HALF_MESSAGES_LOCKED", who=who, path=self._path) from None
                     time.sleep(_POLL_S)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -517,9 +518,6 @@ class EndJournal:
 
     def _unusable(self, error: Exception) -> Unreachable:
         return Unreachable("DATABASE_ERROR.ROCKETMQ_LEDGER", path=self._path, error=error)
-
-    def _held_by(self, who: str) -> DeliveredError:
-        return Unreachable("HALF_MESSAGES_LOCKED", who=who or "Another process", path=self._path)
 
 
 # Commits and aborts the half messages that tasks sent.

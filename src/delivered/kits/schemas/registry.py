@@ -171,9 +171,9 @@ class Registry:
         except Exception as error:
             bad = _bad_certificate(error)
             if bad is not None:
-                raise distrusted(
-                    self.url.rpartition(",")[2].strip(), bad, TRUSTED, self._trusted_words(), URL
-                ) from None
+                trusted = "those of certifi, or in SSL_CERT_FILE or SSL_CERT_DIR"
+                trusted = f"those in {self._trusted}" if self._trusted else trusted
+                raise distrusted(self.url.rpartition(",")[2].strip(), bad, TRUSTED, trusted, URL) from None
             unreadable = isinstance(
                 error, ValueError | TypeError | KeyError | AttributeError
             )  # no JSON, or another shape
@@ -192,9 +192,6 @@ class Registry:
             _check(path, JsonAnswer.read(body))
         except UnexpectedAnswer as why:
             raise Unreachable("REGISTRY_UNREACHABLE.OTHER_ANSWER", url=self.url, path=path, reason=why) from None
-
-    def _trusted_words(self) -> str:
-        return f"those in {self._trusted}" if self._trusted else "those of certifi, or in SSL_CERT_FILE or SSL_CERT_DIR"
 
     def _answer(self, error: Any) -> Exception:
         status, text = error.http_status_code, str(error.error_message)[:500]
