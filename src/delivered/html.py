@@ -13,7 +13,7 @@ from functools import lru_cache
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from delivered.model.errors import MissingExtra
+from delivered.model.errors import extra
 from delivered.model.secrets import plain
 
 if TYPE_CHECKING:
@@ -232,8 +232,6 @@ def part(body: str, **values: Any) -> Html:
 
 @lru_cache(32)
 def _template(body: str) -> Template:
-    try:
+    with extra("report"):
         import jinja2
-    except ImportError:
-        raise MissingExtra("report") from None
     return jinja2.Environment(autoescape=True, finalize=_escaped).from_string(body)

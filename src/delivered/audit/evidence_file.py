@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from delivered.audit.seal import Seal, chain_faults, digest_of
 from delivered.audit.sealed import Sealed, read_sealed
-from delivered.model.errors import DeliveredError, MissingExtra, Refused, UsageError
+from delivered.model.errors import DeliveredError, Refused, UsageError, extra
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -402,11 +402,9 @@ def key_id(public: Ed25519PublicKey) -> str:
 
 
 def _private(key: bytes, name: str) -> Ed25519PrivateKey:
-    try:
+    with extra("evidence"):
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
-    except ImportError:
-        raise MissingExtra("evidence") from None
     try:
         loaded = load_pem_private_key(key, password=None)
     except (TypeError, ValueError) as error:  # TypeError: it has a password
@@ -417,12 +415,10 @@ def _private(key: bytes, name: str) -> Ed25519PrivateKey:
 
 
 def _public(key: bytes, name: str) -> Ed25519PublicKey:
-    try:
+    with extra("evidence"):
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
-    except ImportError:
-        raise MissingExtra("evidence") from None
     if b"PRIVATE KEY" in key:
         return _private(key, name).public_key()
     try:

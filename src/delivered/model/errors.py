@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -187,6 +188,15 @@ class MissingExtra(UsageError):
             super().__init__("EXTRA_MISSING", extra=code)
         else:
             super().__init__(code, message, next_step)
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """For imports of a client library. Raises MissingExtra: it is not installed, and comes with this extra."""
+    try:
+        yield
+    except ImportError:
+        raise MissingExtra(name) from None
 
 
 _AWAY = re.compile(r"DELIVERED_(?!TABLE_|LOG_)[A-Z0-9]+_(UNREACHABLE|NO_ANSWER)")

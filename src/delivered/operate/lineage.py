@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from delivered.model.errors import DeliveredError, MissingExtra
+from delivered.model.errors import DeliveredError, extra
 from delivered.model.options import check_http_url
 from delivered.model.secrets import plain, without_passwords
 from delivered.model.translate import from_our_code
@@ -192,10 +192,8 @@ def configured() -> OpenLineageClient:
     Raises:
         MissingExtra: it is not installed. UsageError: nothing can listen at its URL.
     """
-    try:
+    with extra("lineage"):
         from openlineage.client import OpenLineageClient
-    except ImportError:
-        raise MissingExtra("lineage") from None
     if url := os.environ.get("OPENLINEAGE_URL"):
         check_http_url("OPENLINEAGE_URL", url, "OPENLINEAGE_URL=http://localhost:5000")
     client = OpenLineageClient()

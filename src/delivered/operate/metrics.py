@@ -17,7 +17,7 @@ from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from delivered.model.errors import MissingExtra, UsageError
+from delivered.model.errors import UsageError, extra
 from delivered.model.options import check_http_url
 from delivered.model.work import STEPS
 from delivered.operate.seals import SealStatus
@@ -62,10 +62,8 @@ class StatusCollector:
 
 class _Families:
     def __init__(self) -> None:
-        try:
+        with extra("metrics"):
             from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-        except ImportError:
-            raise MissingExtra("metrics") from None
 
         def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
             return GaugeMetricFamily(f"delivered_{name}", text, labels=("pipeline", *labels))
@@ -309,10 +307,8 @@ def serving(
         UsageError: the port is in use.
         MissingExtra: prometheus_client is not installed.
     """
-    try:
+    with extra("metrics"):
         from prometheus_client import CollectorRegistry, start_http_server
-    except ImportError:
-        raise MissingExtra("metrics") from None
     registry = CollectorRegistry()
     for collector in (StatusCollector(look), *more):
         registry.register(collector)
@@ -361,11 +357,9 @@ def otlp_reader(endpoint: str | None, every_s: float) -> MetricReader:
     for name, value in {"--otlp": endpoint, _ENDPOINT: None if endpoint else os.environ.get(_ENDPOINT)}.items():
         if value is not None:
             check_http_url(name, value, "--otlp http://localhost:4318")
-    try:
+    with extra("otel"):
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-    except ImportError:
-        raise MissingExtra("otel") from None
     target = f"{endpoint.rstrip('/')}/v1/metrics" if endpoint is not None else None
     return PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=target), export_interval_millis=every_s * 1000)
 
@@ -377,11 +371,9 @@ def exporting(look: Callable[[], Iterable[Status]], to: MetricReader) -> Iterato
     Raises:
         MissingExtra: the extra `otel` is not installed.
     """
-    try:
+    with extra("otel"):
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.resources import Resource
-    except ImportError:
-        raise MissingExtra("otel") from None
     provider = MeterProvider([to], Resource.create({"service.name": "delivered"}))
     meter, latest = provider.get_meter("delivered"), _Latest(look)
     for family in StatusCollector(list).describe():

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
-from delivered.model.errors import DeliveredError, MissingExtra, UsageError
+from delivered.model.errors import DeliveredError, UsageError, extra
 from delivered.model.limits import DEAD_LETTERS_MAX
 from delivered.operate.asking import look
 from delivered.operate.pages import SETTLES, Pages, Refusal
@@ -78,13 +78,11 @@ def application(
         raise UsageError("UI_TOKEN.SHORT", length=len(token), token_length_min=TOKEN_LENGTH_MIN)
     if token is None and address not in LOCAL:
         raise UsageError("UI_TOKEN.NONE", address=address)
-    try:
+    with extra("ui"):
         from starlette.applications import Starlette
         from starlette.concurrency import run_in_threadpool
         from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse
         from starlette.routing import Route
-    except ImportError:
-        raise MissingExtra("ui") from None
 
     pages = Pages(paths, address in LOCAL and not hosts if actions is None else actions, verified is not None)
     known_hosts = {name.lower() for name in (*LOCAL, address, *hosts)} if address in LOCAL or hosts else None
@@ -236,10 +234,8 @@ def serve(
 ) -> None:
     """Until a signal ends the process. Raises UsageError, MissingExtra: as `application`."""
     app = application(paths, token=token, address=address, hosts=hosts, actions=actions, verified=verified)
-    try:
+    with extra("ui"):
         import uvicorn
-    except ImportError:
-        raise MissingExtra("ui") from None
     uvicorn.run(app, host=address, port=port, log_level="warning", access_log=False, http=timed_protocol())
 
 

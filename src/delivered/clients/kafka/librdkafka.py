@@ -17,7 +17,7 @@ from delivered.clients.kafka.fetcher import Fetched
 from delivered.clients.kafka.protocol import server_name
 from delivered.clients.kafka.record_batch import Headers, Partition, Rows
 from delivered.clients.kafka.settings import OAUTHBEARER, mechanism_of, protocol_of, resolved
-from delivered.model.errors import BadRecord, MissingExtra
+from delivered.model.errors import BadRecord, extra
 from delivered.model.limits import SOURCE_QUEUE_KBYTES
 from delivered.model.patience import Stall
 from delivered.source import HEADERS, TIMESTAMP, columns, header_name, micros
@@ -37,10 +37,8 @@ class ClientLog:
 
 def kafka_client() -> Any:
     """The module `confluent_kafka`. Raises MissingExtra: it is not installed."""
-    try:
+    with extra("kafka"):
         import confluent_kafka
-    except ImportError:
-        raise MissingExtra("kafka") from None
     return confluent_kafka
 
 

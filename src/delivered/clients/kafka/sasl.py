@@ -36,7 +36,7 @@ from delivered.clients.kafka.settings import (
     split_extensions,
 )
 from delivered.model.answers import JsonAnswer, TimedAnswer, UnexpectedAnswer
-from delivered.model.errors import MissingExtra, UsageError
+from delivered.model.errors import UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
 # Tokens for SASL OAUTHBEARER: from an OpenID Connect server by client credentials, or from the user's function.
@@ -636,10 +636,8 @@ def trusted_of_store(location: str, password: str | None) -> str:
 
 
 def _store(location: str, password: str | None) -> Any:
-    try:
+    with extra("kafka"):
         from cryptography.hazmat.primitives.serialization.pkcs12 import load_pkcs12
-    except ImportError:
-        raise MissingExtra("kafka") from None
     data = Path(location).read_bytes()
     try:
         return load_pkcs12(data, password.encode() if password else None)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from delivered.connectors.activemq import Place
-from delivered.model.errors import DeliveredError, MissingExtra, Refused, Unreachable, UsageError
+from delivered.model.errors import DeliveredError, Refused, Unreachable, UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import resolve_secret
 from delivered.model.patience import left_s
@@ -132,10 +132,8 @@ _CLOSE_S = 3.0
 def stomp() -> Any:
     """The client library, imported on use. Raises MissingExtra."""
     os.environ.setdefault("STOMP_SKIP_HOSTNAME_SCAN", "1")  # otherwise importing it queries DNS
-    try:
+    with extra("activemq"):
         import stomp
-    except ImportError:
-        raise MissingExtra("activemq") from None
     return stomp
 
 

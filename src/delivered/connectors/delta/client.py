@@ -17,7 +17,7 @@ from delivered.kits.options import not_a_folder
 from delivered.kits.table import store, target
 from delivered.kits.table import store as storage
 from delivered.kits.table.store import sync_checkpoint
-from delivered.model.errors import DeliveredError, MissingExtra
+from delivered.model.errors import DeliveredError, extra
 from delivered.model.work import Failed, Handle, Ok, Outcome, Unknown
 
 # The client library, imported on first use; files in the table's folder; readable errors.
@@ -25,10 +25,8 @@ from delivered.model.work import Failed, Handle, Ok, Outcome, Unknown
 
 def delta() -> Any:
     """Raises MissingExtra: the client library is not installed."""
-    try:
+    with extra("delta"):
         import deltalake
-    except ImportError:
-        raise MissingExtra("delta") from None
     return deltalake
 
 

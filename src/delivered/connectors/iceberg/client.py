@@ -36,7 +36,7 @@ from delivered.kits.options import not_a_file, not_a_folder
 from delivered.kits.table import target
 from delivered.kits.table.store import Store, make_folder, sync
 from delivered.model.answers import UnexpectedAnswer
-from delivered.model.errors import DeliveredError, MissingExtra
+from delivered.model.errors import DeliveredError, extra
 from delivered.model.patience import query_patience_s, wait_out
 from delivered.model.ranges import of_values
 from delivered.model.work import Failed, Ok, Outcome, Unknown
@@ -107,11 +107,9 @@ _lock = threading.Lock()
 
 def need() -> None:
     """Raises MissingExtra: the client library or a dependency of its SQL catalog is not installed."""
-    try:
+    with extra("iceberg"):
         import pyiceberg.io.pyarrow  # noqa: F401
         import sqlalchemy  # noqa: F401
-    except ImportError:
-        raise MissingExtra("iceberg") from None
 
 
 def catalog(options: IcebergOptions) -> Any:

@@ -20,7 +20,7 @@ import pyarrow as pa
 from delivered.contract.source import ReceiverReport
 from delivered.kits.options import not_a_folder
 from delivered.kits.table import store
-from delivered.model.errors import InvariantBroken, MissingExtra, Unreachable, UsageError
+from delivered.model.errors import InvariantBroken, Unreachable, UsageError, extra
 from delivered.model.work import LOG_PROPERTY, check_format, with_format, without_format
 from delivered.source import HEADERS, TIMESTAMP
 
@@ -107,10 +107,8 @@ def is_local(path: str) -> bool:
 
 def delta() -> Any:
     """The client library, imported on use. Raises MissingExtra: it is not installed."""
-    try:
+    with extra("log"):
         import deltalake
-    except ImportError:
-        raise MissingExtra("log") from None
     return deltalake
 
 

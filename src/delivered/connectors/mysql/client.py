@@ -21,7 +21,7 @@ from delivered.kits.mysql import DENIED, LOGIN, LOST, address
 from delivered.kits.sql.database import create_statement, is_newest, quoted
 from delivered.kits.sql.table import no_right_to_alter
 from delivered.kits.sql.transactions import new_nonce
-from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError, extra
 from delivered.model.patience import left_s
 
 if TYPE_CHECKING:
@@ -65,10 +65,8 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
         MissingExtra: PyMySQL is not installed.
     """
     del role
-    try:
+    with extra("mysql"):
         from delivered.connectors.mysql.session import ERRORS, Session
-    except ImportError:
-        raise MissingExtra("mysql") from None
     password = options.password_resolved()
     parameters = {**address(options.url, options.user), "password": None if password is None else password.encode()}
     parameters = {k: v for k, v in parameters.items() if v is not None}

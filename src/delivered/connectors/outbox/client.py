@@ -11,7 +11,7 @@ from delivered.connectors.outbox import OWNER, OutboxOptions
 from delivered.kits.mysql import DENIED, LOGIN, LOST, address, tls_of_url
 from delivered.kits.sql.text import pin_postgres
 from delivered.model import patience
-from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.patience import connect_timeout_s, left_s
 from delivered.patterns.caller import Caller, cause
@@ -192,11 +192,9 @@ def explained(error: Exception, options: OutboxOptions) -> DeliveredError | None
 
 
 def _postgres(options: OutboxOptions, **more: Any) -> psycopg.Connection[Any]:
-    try:
+    with extra("outbox"):
         import psycopg
         from psycopg.types.json import set_json_loads
-    except ImportError:
-        raise MissingExtra("outbox") from None
     parameters: dict[str, Any] = {"user": options.user, "password": options.password_resolved()}
     try:
         connect_s = connect_timeout_s(_CONNECT_TRY_S)
@@ -230,10 +228,8 @@ def _text(value: Any) -> str:
 
 
 def _mysql(options: OutboxOptions) -> Any:
-    try:
+    with extra("outbox"):
         from delivered.kits.mysql.connection import Connection
-    except ImportError:
-        raise MissingExtra("outbox") from None
     connection = Connection(
         tls_of_url(options.url),
         **address(options.url, options.user),

@@ -29,16 +29,14 @@ from delivered.kits.sql.database import (
     watch,
 )
 from delivered.kits.sql.text import POSTGRES, days, micros, setting_refused
-from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError, extra
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.patience import connect_timeout_s
 
-try:
+with extra("postgres"):
     import psycopg
     from psycopg.pq import TransactionStatus
     from psycopg.types.datetime import DateLoader, TimestampLoader, TimestamptzLoader
-except ImportError:
-    raise MissingExtra("postgres") from None
 
 if TYPE_CHECKING:
     from psycopg.abc import AdaptContext, Loader

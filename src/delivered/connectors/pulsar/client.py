@@ -25,7 +25,7 @@ import urllib3
 from delivered.connectors.pulsar import Place
 from delivered.connectors.pulsar.positions import PREFIX, Position, short_name
 from delivered.model.answers import AnswerTooLarge, JsonAnswer, TimedAnswer, UnexpectedAnswer
-from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S, SOURCE_PATIENCE_S
 from delivered.model.options import is_reference, resolve_secret
 from delivered.model.patience import left_s
@@ -36,10 +36,8 @@ _warm: dict[tuple[int, str], Any] = {}
 
 def pulsar() -> Any:
     """The client library, imported on use. Raises MissingExtra."""
-    try:
+    with extra("pulsar"):
         import pulsar
-    except ImportError:
-        raise MissingExtra("pulsar") from None
     return pulsar
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from delivered.connectors.rabbitmq import Place
-from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Refused, Unreachable, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.options import resolve_secret
 from delivered.model.patience import left_s
@@ -46,10 +46,8 @@ _STARTING = ("down or inaccessible", "does not have a replica on the local node"
 
 def pika() -> Any:
     """The client library, imported on use. Raises MissingExtra."""
-    try:
+    with extra("rabbitmq"):
         import pika
-    except ImportError:
-        raise MissingExtra("rabbitmq") from None
     return pika
 
 

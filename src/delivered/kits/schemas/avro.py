@@ -20,7 +20,7 @@ import pyarrow as pa
 from delivered.kits.schemas.json_schema import as_double, parsed
 from delivered.kits.schemas.values import TypeCount, Unreadable, in_words, too_many_values
 from delivered.kits.schemas.values import Unmappable as Unmappable
-from delivered.model.errors import DeliveredError, MissingExtra
+from delivered.model.errors import DeliveredError, extra
 from delivered.model.limits import RECORD_VALUES_MAX
 
 # Values in JSON for the types of a schema: fields of Pulsar's JSON messages, and defaults.
@@ -293,11 +293,9 @@ def _digits_of(size: int) -> int:
 @cache
 def fastavro() -> Any:
     """The library, imported on use. Raises MissingExtra."""
-    try:
+    with extra("schemas"):
         import fastavro
         import fastavro.schema
-    except ImportError:
-        raise MissingExtra("schemas") from None
     return fastavro
 
 

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from delivered.kits.schemas.registry import Registered
 from delivered.kits.schemas.values import Budget, TypeCount, Unmappable, Unreadable, in_words
-from delivered.model.errors import DeliveredError, MissingExtra
+from delivered.model.errors import DeliveredError, extra
 from delivered.model.limits import RECORD_CHECKS_MAX
 
 _EXACT_LENGTH = 16
@@ -243,12 +243,10 @@ class JsonSchema:
     """See `delivered.kits.schemas.schema.Schema`."""
 
     def __init__(self, registered: Registered) -> None:
-        try:
+        with extra("schemas"):
             import jsonschema
             import referencing
             import referencing.jsonschema
-        except ImportError:
-            raise MissingExtra("schemas") from None
         try:
             document = json.loads(registered.text)
             kind = jsonschema.validators.validator_for(document, default=jsonschema.Draft7Validator)

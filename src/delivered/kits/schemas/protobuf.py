@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from delivered.kits.schemas.registry import Registered
 from delivered.kits.schemas.values import Budget, TypeCount, Unmappable, Unreadable, in_words
-from delivered.model.errors import DeliveredError, MissingExtra
+from delivered.model.errors import DeliveredError, extra
 
 _MAIN = "delivered_schema.proto"
 _INDEXES_MAX = 32
@@ -57,10 +57,8 @@ class ProtobufSchema:
     """See `delivered.kits.schemas.schema.Schema`."""
 
     def __init__(self, registered: Registered, record: str | None) -> None:
-        try:
+        with extra("schemas"):
             from google.protobuf import message_factory
-        except ImportError:
-            raise MissingExtra("schemas") from None
         try:
             self._file = _compiled(registered)
             self._message = self._chosen(record)
@@ -116,15 +114,13 @@ class ProtobufSchema:
 
 def _compiled(registered: Registered) -> Any:
     """The file's descriptor, in a pool of its own."""
-    try:
+    with extra("schemas"):
         import grpc_tools
         from google.protobuf import descriptor_pb2, descriptor_pool
         from grpc_tools import (
             _protoc_compiler,  # noqa: F401 - part of the wheel
             protoc,
         )
-    except ImportError:
-        raise MissingExtra("schemas") from None
     serialized = {name: _serialized(text) for name, text in (*registered.references, (_MAIN, registered.text))}
     if serialized[_MAIN] is not None:
         return _pooled(serialized)

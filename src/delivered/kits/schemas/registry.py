@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from delivered.kits.options import distrusted, trust
 from delivered.kits.schemas import PREFIX, TRUSTED, URL, Format
 from delivered.model.answers import AnswerTooLarge, JsonAnswer, UnexpectedAnswer, bounded, limited, starts
-from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.model.errors import DeliveredError, Unreachable, UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.options import resolve_secrets
 from delivered.model.patience import patience_s, wait_out
@@ -70,10 +70,8 @@ class Registry:
     """See `connected`. Its methods raise Unreachable if the registry is away, UsageError if it refuses the login."""
 
     def __init__(self, settings: tuple[tuple[str, str], ...]) -> None:
-        try:
+        with extra("schemas"):
             from confluent_kafka import schema_registry
-        except ImportError:
-            raise MissingExtra("schemas") from None
         self._module = schema_registry
         self.url = dict(settings)["url"]
         known = {"timeout": str(CONNECT_TIMEOUT_S), "max.retries": "0", **resolve_secrets(PREFIX, dict(settings))}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from urllib.parse import quote
 
 from delivered.model.answers import ends_within, limited
-from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Refused, Unreachable, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError, extra
 from delivered.model.limits import NAME_LENGTH_MAX, SAGA_DATA_BYTES_MAX, SAGA_STEPS_MAX
 from delivered.model.options import REFERENCES, check_argument, check_http_url, resolve_secret
 from delivered.model.secrets import without_passwords
@@ -460,9 +460,7 @@ def _text(body: bytes, encoding: str) -> str:
 def _http_client(process: int) -> httpx.Client:
     """One for all threads of a process: it keeps connections, and loading certificates takes long."""
     del process  # a forked child must not use its parent's connections
-    try:
+    with extra("saga"):
         import httpx
-    except ImportError:
-        raise MissingExtra("saga") from None
     client: httpx.Client = limited(httpx.Client())
     return client

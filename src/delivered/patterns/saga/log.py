@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from delivered.kits.mysql import address, tls_of_url
-from delivered.model.errors import BadRecord, Fenced, MissingExtra, Refused, Unreachable, UsageError
+from delivered.model.errors import BadRecord, Fenced, Refused, Unreachable, UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SAGA_DATA_BYTES_MAX, SAGA_ID_BYTES_MAX
 from delivered.model.options import Unfit, check_postgres_words, password_in_url, resolve_secret
 from delivered.model.secrets import holds_password
@@ -209,7 +209,7 @@ class Log:
             return self.where()
         scheme = urlsplit(self.where).scheme
         password = None if self.password is None else resolve_secret("password", self.password)
-        try:
+        with extra("saga"):
             if scheme in ("postgresql", "postgres"):
                 import psycopg
 
@@ -217,8 +217,6 @@ class Log:
                 return psycopg.connect(self.where, connect_timeout=int(CONNECT_TIMEOUT_S), **login)
             if scheme in ("mysql", "mariadb"):
                 return _mysql(self.where, password)
-        except ImportError:
-            raise MissingExtra("saga") from None
         if "://" in self.where:
             raise UsageError("SAGA_LOG.PLACE", scheme=scheme)
         # A connection per thread of a worker, handed over at its end.
