@@ -19,7 +19,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
@@ -306,6 +307,16 @@ def open_folder(location: str) -> tuple[fs.FileSystem, str]:
         raise Unreachable("CHECKPOINT_UNREADABLE.LOCATION", location=location, error=error) from error
 
 
+@contextmanager
+def _reading(location: str) -> Iterator[tuple[fs.FileSystem, str]]:
+    """As `open_folder`. Raises Unreachable: the checkpoint cannot be read."""
+    filesystem, path = open_folder(location)
+    try:
+        yield filesystem, path
+    except OSError as error:
+        raise _unreadable(location, error) from error
+
+
 def read_view(location: str) -> CheckpointView:
     """Read the checkpoint, after Spark logged the offsets of the batch about to run.
 
@@ -313,16 +324,13 @@ def read_view(location: str) -> CheckpointView:
         InvariantBroken: the files are not in Spark's format.
         Unreachable: they cannot be read.
     """
-    filesystem, path = open_folder(location)
-    try:
+    with _reading(location) as (filesystem, path):
         incarnation = str(json.loads(_read(filesystem, f"{path}/metadata"))["id"])
         batch = _newest(filesystem, f"{path}/offsets")
         if batch is None:
             raise InvariantBroken("CHECKPOINT_EMPTY", location=location)
         offsets = _offsets(filesystem, f"{path}/offsets/{batch}")
         logged = _newest(filesystem, f"{path}/commits")
-    except OSError as error:
-        raise _unreadable(location, error) from error
     if len(offsets) > OFFSETS_BYTES_MAX:
         raise InvariantBroken("OFFSETS_TOO_LARGE", batch=batch, bytes=len(offsets), offsets_bytes_max=OFFSETS_BYTES_MAX)
     return CheckpointView(incarnation, batch, offsets, logged)
@@ -372,12 +380,9 @@ def newest_offsets(location: str) -> str:
     Raises:
         Unreachable: the checkpoint cannot be read.
     """
-    filesystem, path = open_folder(location)
-    try:
+    with _reading(location) as (filesystem, path):
         batch = _newest(filesystem, f"{path}/offsets")
         return "" if batch is None else _offsets(filesystem, f"{path}/offsets/{batch}")
-    except OSError as error:
-        raise _unreadable(location, error) from error
 
 
 def holds_state(location: str) -> bool:
@@ -386,20 +391,14 @@ def holds_state(location: str) -> bool:
     Raises:
         Unreachable: the checkpoint cannot be read.
     """
-    filesystem, path = open_folder(location)
-    try:
+    with _reading(location) as (filesystem, path):
         return bool(filesystem.get_file_info(fs.FileSelector(f"{path}/state", allow_not_found=True)))
-    except OSError as error:
-        raise _unreadable(location, error) from error
 
 
 def holds(location: str, below: str, suffix: str) -> bool:
     """Whether the folder `below` has a file with this suffix. Raises Unreachable: the checkpoint cannot be read."""
-    filesystem, path = open_folder(location)
-    try:
+    with _reading(location) as (filesystem, path):
         found = filesystem.get_file_info(fs.FileSelector(f"{path}/{below}", allow_not_found=True))
-    except OSError as error:
-        raise _unreadable(location, error) from error
     return any(info.base_name.endswith(suffix) for info in found)
 
 
@@ -443,14 +442,11 @@ def find_damaged(location: str, newest: int) -> tuple[str, int] | None:
     Raises:
         Unreachable: the checkpoint cannot be read.
     """
-    filesystem, folder = open_folder(location)
-    try:
+    with _reading(location) as (filesystem, folder):
         committed = _newest(filesystem, f"{folder}/commits")
         for log, batch, lines in (("offsets", newest, _OWN_LINES + 1), ("commits", committed, _OWN_LINES)):
             if batch is not None and not _is_complete(filesystem, f"{folder}/{log}/{batch}", lines):
                 return log, batch
-    except OSError as error:
-        raise _unreadable(location, error) from error
     return None
 
 

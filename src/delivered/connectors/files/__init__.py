@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,6 +142,15 @@ def take_away(path: Path) -> None:
 
 def failed(options: FilesOptions, error: OSError) -> DeliveredError:
     return not_a_folder(options.path) or DeliveredError("FOLDER_STORAGE", path=options.path, error=error)
+
+
+@contextmanager
+def explained(options: FilesOptions) -> Iterator[None]:
+    """Translate errors of the file system."""
+    try:
+        yield
+    except OSError as error:
+        raise failed(options, error) from error
 
 
 CONNECTOR = Connector(

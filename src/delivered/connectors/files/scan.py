@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.files import FilesOptions, failed, identity_file
+from delivered.connectors.files import FilesOptions, explained, failed, identity_file
 from delivered.connectors.files.formats import decode, stored_schema
 from delivered.contract.sink import BoundedScan, Changes
 from delivered.contract.source import Offsets, Slice
@@ -52,11 +52,9 @@ class FolderScan(BoundedScan):
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         schema = self.schema()
-        try:
+        with explained(self.options):
             for name in piece.data:
                 yield from decode(self.options.format, self.options.folder / name, schema)
-        except OSError as error:
-            raise failed(self.options, error) from error
 
     def position(self) -> Offsets | None:
         """None: more than `NAMES_MAX` files would have to be named."""
@@ -107,13 +105,11 @@ class FolderScan(BoundedScan):
         """Every file that a reader sees, by name, from any writer."""
         root = self.options.folder
         files = {}
-        try:
+        with explained(self.options):
             for path in sorted(root.rglob(f"*.{self.options.format}")):
                 name = path.relative_to(root)
                 if not any(part.startswith(("_", ".")) for part in name.parts):
                     files[str(name)] = path.stat()
-        except OSError as error:
-            raise failed(self.options, error) from error
         return files
 
 

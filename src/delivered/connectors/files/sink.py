@@ -16,6 +16,7 @@ from delivered.connectors.files import (
     FilesOptions,
     Places,
     StagedFile,
+    explained,
     failed,
     formats,
     identity_file,
@@ -102,7 +103,7 @@ class FilesSink(StoreSink):
 
     def ready_target(self, schema: pa.Schema) -> None:
         schema = TYPES.canonical_schema(schema)
-        try:
+        with explained(self.options):
             known = stored_schema(self.options)
             if known is None:
                 make_folder(self.options.folder)
@@ -110,8 +111,6 @@ class FilesSink(StoreSink):
                 known = stored_schema(self.options)
             if not identity_file(self.options).exists():
                 put_first(identity_file(self.options), uuid.uuid4().hex.encode())
-        except OSError as error:
-            raise failed(self.options, error) from error
         if known is not None:
             self._check_same(known, schema)
 
@@ -239,8 +238,5 @@ class DirectWriter(StagingWriter):
 
 @contextlib.contextmanager
 def _as_ours(options: FilesOptions, work: Work) -> Iterator[None]:
-    try:
-        with while_staging(work):
-            yield
-    except OSError as error:
-        raise failed(options, error) from error
+    with explained(options), while_staging(work):
+        yield

@@ -21,6 +21,7 @@ from delivered.connectors.files import (
     FilesOptions,
     Places,
     StagedFile,
+    explained,
     failed,
     identity_file,
     numbered,
@@ -81,10 +82,8 @@ class FilesStore:
         return f"in {self._options.path!r}"
 
     def read(self) -> LedgerState:
-        try:
+        with explained(self._options):
             return self._state()
-        except OSError as error:
-            raise failed(self._options, error) from error
 
     def peek(self) -> LedgerState:
         return self.read()
@@ -95,15 +94,13 @@ class FilesStore:
         2  link its owner under the next number: the first to do so wins
         3  rename away the folders of all earlier claims   <- from here on they are fenced
         """
-        try:
+        with explained(self._options):
             head, _ = self._head()
             epoch = head.epoch + 1
             if not self._link(successor(head), epoch):
                 return Failed("other drivers keep claiming it")
             self._fence(epoch)
             self._forget()
-        except OSError as error:
-            raise failed(self._options, error) from error
         return Ok(epoch)
 
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
@@ -117,11 +114,9 @@ class FilesStore:
 
         A batch without rows has no folder: only its record is renamed. So is a later revision, which replaces the copy.
         """
-        try:
+        with explained(self._options):
             head, work = self._head()
             change = rule(head)
-        except OSError as error:
-            raise failed(self._options, error) from error
         if change is None:
             return Ok(None)
         try:
@@ -171,19 +166,15 @@ class FilesStore:
         return named_first(ledgers)
 
     def last_seal(self, sink: str) -> str | None:
-        try:
+        with explained(self._options):
             seals = numbered(self._sealed(sink))
             return seals[max(seals)].read_bytes().decode() if seals else None
-        except OSError as error:
-            raise failed(self._options, error) from error
 
     def seals(self, sink: str, first: int = 0) -> Iterator[str]:
-        try:
+        with explained(self._options):
             for number, path in sorted(numbered(self._sealed(sink)).items()):
                 if number >= first:
                     yield path.read_bytes().decode()
-        except OSError as error:
-            raise failed(self._options, error) from error
 
     def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
         """Links a complete file to its name, which fails if the name exists."""
