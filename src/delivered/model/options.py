@@ -289,6 +289,11 @@ def password_in_url(owner: str, name: str, next_step: str | None = None) -> Usag
     )
 
 
+def find_option(options: Mapping[str, str], name: str) -> str | None:
+    """The value of an option, whose key may be in any case: Spark does not keep it."""
+    return next((v for k, v in options.items() if k.lower() == name.lower()), None)
+
+
 def argument(name: str, value: str | None) -> str:
     """As a caller of a function writes a value."""
     return f'{name}="{value}"'

@@ -340,3 +340,15 @@ class JsonLines(logging.Formatter):
         elif record.exc_info:
             line["exception"] = without_passwords(self.formatException(record.exc_info))
         return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def show_warnings() -> None:
+    """Log warnings to standard error, which Spark adds to its own log: workers have no logging configuration."""
+    ours = logging.getLogger("delivered")
+    if logging.getLogger().handlers or any(not isinstance(h, logging.NullHandler) for h in ours.handlers):
+        return
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    text = logging.Formatter(f"%(asctime)s %(process)d {WARNING_MARK}%(message)s", "%H:%M:%S")
+    handler.setFormatter(JsonLines() if as_json() else text)
+    ours.addHandler(handler)

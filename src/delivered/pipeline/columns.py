@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
 from delivered.contract.source import Finding
 from delivered.model.errors import DeliveredError, UsageError
+from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint, Item, Projection
 from delivered.pipeline.sql import UNKNOWN, Place, SqlFacts, check_sql, is_readable
@@ -66,6 +67,30 @@ def check_columns(pipeline: Definition) -> tuple[Finding, ...]:
         return (Finding.refusal(error),)
     except DeliveredError:
         return ()  # a server went away meanwhile: the start reports it
+
+
+def check_analysed(
+    pipeline: Definition, analyse: Callable[[Mapping[str, pa.Schema]], tuple[Sequence[pa.Schema], bool]]
+) -> tuple[Finding, ...]:
+    """The same with a session, which knows all that its SQL means. Reads no records; runs no Python transform.
+
+    Args:
+        analyse: columns by source -> those that reach each sink, and whether the transform is deterministic. Raises
+            UsageError: it, or a sink's select, does not fit the columns.
+    """
+    own = any(e.is_spark_own for e in pipeline.sources.values())
+    if own or pipeline.transform.kind not in ("none", "sql"):
+        return ()
+    try:
+        schemas, repeatable = analyse({n: e.source().planned().schema() for n, e in pipeline.sources.items()})
+        for endpoint, columns in zip(pipeline.sinks, schemas, strict=True):
+            _check(endpoint, columns)
+    except UsageError as error:
+        return (Finding.refusal(error),)
+    except DeliveredError:
+        return ()  # a server went away meanwhile: the start reports it
+    named = pipeline.transform.deterministic is not None or changing_in_sql(pipeline.transform.sql)
+    return () if repeatable or named else (Finding.build("SQL_NOT_DETERMINISTIC", refuses=False),)
 
 
 def _sql(pipeline: Definition, sources: Mapping[str, pa.Schema]) -> SqlFacts:

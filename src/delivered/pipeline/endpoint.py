@@ -16,7 +16,7 @@ from delivered.contract.source import Source
 from delivered.engine.sinks import Columns
 from delivered.engine.transform import REJECTED
 from delivered.model.errors import UsageError
-from delivered.model.options import check_argument, password_in_url
+from delivered.model.options import check_argument, find_option, password_in_url
 from delivered.model.ranges import backquoted
 from delivered.model.secrets import holds_password, is_secret, redacted, shown
 from delivered.pipeline.registry import PREFIX, find_sink, find_source
@@ -407,7 +407,7 @@ def datasets(endpoint: Endpoint) -> Iterator[tuple[str, str]]:
 
 def is_folder_of(location: str, endpoint: Endpoint) -> bool:
     """Whether a location is the folder of a source or sink, or its file."""
-    path = next((v for k, v in endpoint.options.items() if k.lower() == "path"), "")
+    path = find_option(endpoint.options, "path") or ""
     return bool(path) and _file(path.removeprefix("file://")) == _file(location.removeprefix("file://"))
 
 

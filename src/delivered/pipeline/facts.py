@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -40,8 +40,8 @@ from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.columns import check_columns
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint, datasets
-from delivered.pipeline.registry import connectors
-from delivered.pipeline.spec import NO_INCARNATION, PipelineSpec, SinkSpec
+from delivered.pipeline.registry import PREFIX, connectors
+from delivered.pipeline.spec import NO_INCARNATION, PipelineSpec, Reading, SinkSpec
 from delivered.planner import (
     CheckpointFacts,
     EarlierFacts,
@@ -438,6 +438,24 @@ def check_start(spec: PipelineSpec, sinks: Sinks) -> None:
         raise UsageError("CHECKPOINT_MISSING.QUERY")
     _refused_by_plan(spec, sinks, spec.checkpoint)
     _refused_by_ledger(spec, sinks, spec.checkpoint)
+
+
+def check_sources(sources: Iterable[tuple[str, Mapping[str, str]]]) -> None:
+    """Check that what a query of the Spark idiom reads is there: Spark would find out in the first batch. A server that
+    does not answer is waited for, by the query.
+
+    Args:
+        sources: format and options of each; those of Spark's own are left to Spark.
+
+    Raises:
+        Refused: a topic, table or folder is missing.
+    """
+    for name, options in sources:
+        if not name.startswith(PREFIX):
+            continue
+        for finding in Endpoint(name, Reading.parse(options)[1]).source().preflight():
+            if finding.refuses and finding.code.endswith("_MISSING"):
+                raise Refused(finding.code, finding.message, finding.next_step)
 
 
 def _refused_by_plan(spec: PipelineSpec, sinks: Sinks, checkpoint: str) -> None:

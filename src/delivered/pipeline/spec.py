@@ -2,7 +2,7 @@
 
 `Pipeline` makes the spec of a write from its definition. In the Spark idiom,
 `df.writeStream.format("delivered_kafka").option(...)`, the same value is made from the user's options. Both happen in
-`PipelineSpec.parse`, and nowhere else.
+`PipelineSpec.parse`, and nowhere else. Options of SQL tables travel in the metadata of a column.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import tempfile
 import uuid
 from collections.abc import Mapping
@@ -29,8 +30,9 @@ from delivered.engine.sinks import Columns, Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, UsageError
 from delivered.model.identity import SOURCE, Scope, checked_name, fitted_name
-from delivered.model.options import Option, OptionTable, choice
+from delivered.model.options import Option, OptionTable, choice, find_option
 from delivered.model.rows import OnBadRow
+from delivered.model.secrets import redacted
 from delivered.model.work import DriverAddress, Owner, Tolerance
 from delivered.pipeline.registry import find_sink
 
@@ -306,7 +308,7 @@ class Reading:
         if isinstance(content, Reading):
             remember(content.checkpoint, content.store)
             return content, rest
-        return cls(next((v for k, v in options.items() if k.lower() == CHECKPOINT.lower()), None)), rest
+        return cls(find_option(options, CHECKPOINT)), rest
 
 
 @dataclass(frozen=True)
@@ -341,7 +343,7 @@ class Envelope:
         Raises:
             UsageError: another release wrote it, or it is damaged.
         """
-        text = next((v for k, v in options.items() if k.lower() == OPTION), None)
+        text = find_option(options, OPTION)
         return None if text is None else _decode_text(text)
 
 
@@ -405,7 +407,7 @@ def _decode(kind: Any, value: Any) -> Any:
 def _from_options(system: str, options: Mapping[str, str]) -> PipelineSpec:
     known = {o.name.lower() for o in PIPELINE_OPTIONS.options}
     own = {k: v for k, v in options.items() if k.lower() in known}
-    guarantee = Guarantee.parse(next((v for k, v in own.items() if k.lower() == "guarantee"), None))
+    guarantee = Guarantee.parse(find_option(own, "guarantee"))
     values = PIPELINE_OPTIONS.restore(own)
     sink = checked_name("sink", values["sink"]) if "sink" in values else None
     return PipelineSpec(
@@ -440,6 +442,94 @@ def _pipeline_name(values: Mapping[str, str]) -> str:
 
 
 def _refuse_async(options: Mapping[str, str], guarantee: Guarantee) -> None:
-    enabled = next((v for k, v in options.items() if k.lower() == _ASYNC_ENABLED), "false")
+    enabled = find_option(options, _ASYNC_ENABLED) or ""
     if enabled.lower() == "true" and guarantee is not Guarantee.AT_LEAST_ONCE:
         raise Refused("ASYNC_PROGRESS.QUERY", guarantee=guarantee.value)
+
+
+# Options of SQL tables, `CREATE TABLE t USING delivered_kafka OPTIONS (...)`.
+#
+# Spark passes them to a Python source only once, when it asks for the columns, and never to later statements on the
+# table (measured with PySpark 4.3). But it keeps the schema. So they are stored in the metadata of the first column,
+# which every SELECT, INSERT INTO and readStream.table gets.
+
+_TABLE = "delivered.table"
+_CATALOG = "provider"
+_PREFIX = "option."
+_PER_STATEMENT = frozenset({"runid", "pipeline"})
+"""Options that a statement may add: INSERT INTO t WITH ('runId' = '...')."""
+
+
+def create_table_options(options: Mapping[str, str]) -> dict[str, str] | None:
+    """The options of the calling `CREATE TABLE`; None: another statement calls.
+
+    Raises:
+        UsageError: one holds a secret: the schema goes wherever the rows go, even into files of other formats.
+    """
+    lowered = {k.lower(): v for k, v in options.items()}
+    if _CATALOG not in lowered:
+        return None
+    found = {k.removeprefix(_PREFIX): v for k, v in lowered.items() if k.startswith(_PREFIX)}
+    if "path" in lowered:  # Spark removes it from OPTIONS, as the table's location
+        found.setdefault("path", re.sub(r"^file:/+", "/", lowered["path"]))  # Hadoop's spelling of a local one
+    hidden = redacted(found)
+    secret = next((k for k in found if hidden[k] != found[k]), None)
+    if secret is not None:
+        raise UsageError("TABLE_SECRET", secret=secret)
+    return found
+
+
+def table_metadata(options: Mapping[str, str]) -> dict[str, str]:
+    """The options, for the metadata of the table's first column."""
+    return {_TABLE: json.dumps(dict(options))}
+
+
+def is_sink_table(options: Mapping[str, str]) -> bool:
+    """A table with a guarantee is a sink; any other is a source."""
+    return "guarantee" in options
+
+
+def read_options(metadata: Mapping[str, Any], options: Mapping[str, str], system: str) -> dict[str, str]:
+    """The options of a read: the statement's own override the table's.
+
+    Args:
+        metadata: of the first column.
+
+    Raises:
+        Refused: the table is a sink.
+        UsageError: a table whose options Spark did not pass.
+    """
+    table = _table_options(metadata)
+    if is_sink_table(table):
+        raise Refused("TABLE_WRITE_ONLY")
+    if not table and not options:
+        raise _not_passed(system, "SELECT ... FROM t WITH (...)")
+    return {**table, **options}
+
+
+def write_options(metadata: Mapping[str, Any], options: Mapping[str, str], system: str) -> dict[str, str]:
+    """The options of a write: the table's, if the statement writes to a table.
+
+    A frame that was read from a table has that table's options in its schema. They count only for a statement without
+    options of its own, such as INSERT INTO.
+
+    Raises:
+        UsageError: a table whose options Spark did not pass.
+    """
+    if any(k.lower() not in _PER_STATEMENT for k in options):
+        return dict(options)
+    table = _table_options(metadata)
+    if not is_sink_table(table):  # none, or those of the table that the rows were read from
+        raise _not_passed(system, "INSERT INTO t WITH (...)", "with the option guarantee, ")
+    return {**table, **options}
+
+
+def _not_passed(system: str, statement: str, as_sink: str = "") -> UsageError:
+    return UsageError(
+        "TABLE_OPTIONS", system=system, side="sink" if as_sink else "source", as_sink=as_sink, statement=statement
+    )
+
+
+def _table_options(metadata: Mapping[str, Any]) -> dict[str, str]:
+    stored: dict[str, str] = json.loads(metadata.get(_TABLE, "{}"))
+    return stored

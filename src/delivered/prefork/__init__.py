@@ -9,17 +9,23 @@ execs the real interpreter, or asks the server.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from delivered.model.errors import DeliveredError
 
 SOCKET = "DELIVERED_TEMPLATE"
 """Environment variable of a launcher: where the server listens."""
+_TEMPORARY_LENGTH_MAX = 40
+"""A socket's path is limited to about 104 bytes, of which our folder's name takes 19 and Spark's 43."""
 LAUNCHER = Path(__file__).with_name("launch.py")
 
 
@@ -58,6 +64,16 @@ def worker_python() -> str:
     except (OSError, DeliveredError):
         return sys.executable
     return str(launcher)
+
+
+@cache
+def socket_folder() -> str | None:
+    """A folder of this process for sockets, which Spark does not delete; None: this machine has no place for one."""
+    if os.name != "posix" or len(tempfile.gettempdir()) > _TEMPORARY_LENGTH_MAX:
+        return None
+    folder = tempfile.mkdtemp(prefix="delivered-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 _server: subprocess.Popen[bytes] | None = None

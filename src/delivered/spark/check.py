@@ -20,10 +20,11 @@ from delivered.checkpoint.folder import Store, is_relative, remember, store_of
 from delivered.contract.source import Finding
 from delivered.engine.owner import new_owner
 from delivered.model.capability import Guarantee
-from delivered.model.errors import DeliveredError, Refused, Unreachable, UsageError, texts
+from delivered.model.errors import Refused, Unreachable, UsageError, texts
 from delivered.model.identity import SOURCE
+from delivered.model.options import find_option
 from delivered.model.work import Arbiter, DriverAddress, Owner
-from delivered.pipeline.changing import changing_in_sql
+from delivered.pipeline.columns import check_analysed
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.pipeline.spec import Sender
@@ -82,8 +83,11 @@ def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
 
 def _findings(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
     error = unfit_version(pipeline, spark.version)
-    slow = (Finding.build(code, refuses=False) for code in advice(partial(spark.conf.get, default="")))
-    return (*(() if error is None else (Finding.refusal(error),)), *checked_transform(pipeline, spark), *slow)
+    return (
+        *(() if error is None else (Finding.refusal(error),)),
+        *check_analysed(pipeline, partial(_results, pipeline, spark)),
+        *(Finding.build(code, refuses=False) for code in advice(partial(spark.conf.get, default=""))),
+    )
 
 
 def unfit_version(pipeline: Definition, version: str) -> Refused | None:
@@ -120,28 +124,6 @@ def advice(setting: Callable[[str], str | None]) -> dict[str, str]:
     if os.name == "posix" and not setting(Setting.DAEMON):
         codes.append("WORKERS_IMPORT")  # decision 064
     return {code: texts(code, {})[0] for code in codes}
-
-
-def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
-    """Findings about the SQL and the columns of each sink. Reads no records; does not run a Python transform."""
-    own = any(e.is_spark_own for e in pipeline.sources.values())
-    if own or pipeline.transform.kind not in ("none", "sql"):
-        return ()
-    try:
-        sources = {n: e.source().planned().schema() for n, e in pipeline.sources.items()}
-        schemas, repeatable = _results(pipeline, spark, sources)
-        for endpoint, columns in zip(pipeline.sinks, schemas, strict=True):
-            sink = endpoint.sink()
-            sink.check_schema(columns)
-            sink.check_rows(columns)
-            if (check := sink.target_check()) is not None:
-                check(columns)
-    except UsageError as error:
-        return (Finding.refusal(error),)
-    except DeliveredError:
-        return ()  # a server went away meanwhile: the start reports it
-    named = pipeline.transform.deterministic is not None or changing_in_sql(pipeline.transform.sql)
-    return () if repeatable or named else (Finding.build("SQL_NOT_DETERMINISTIC", refuses=False),)
 
 
 def _results(
@@ -208,7 +190,7 @@ def check_executors(spark: SparkSession, options: Mapping[str, str]) -> None:
     from delivered.engine.arbiter import ensure_listening
 
     owner = owners.get(spark)
-    guarantee = next((v for k, v in options.items() if k.lower() == "guarantee"), "")
+    guarantee = find_option(options, "guarantee") or ""
     if guarantee.strip().lower() != Guarantee.AT_MOST_ONCE.value or owner is None or is_connect(spark):
         return
     arbiter, context = ensure_listening(owner, DriverAddress.of(spark.conf.get)), spark.sparkContext

@@ -33,8 +33,10 @@ from typing import TYPE_CHECKING, Any
 
 from delivered.checkpoint.folder import Store, recall
 from delivered.model.errors import Refused
+from delivered.model.options import find_option
 from delivered.model.translate import from_our_code, translated, worker_death
 from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.facts import check_sources
 from delivered.pipeline.registry import PREFIX, connector
 from delivered.pipeline.spec import CHECKPOINT, OPTION, Envelope, IdiomStart, Reading, StartCheck
 from delivered.source import spark_metrics
@@ -219,8 +221,9 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
             self.queryName(queryName)
         spark, write = session_of(self), _write(self)
         if write is not None and _is_idiom(write):
-            _check_sources(self)
-            checkpoint = _option(write.options, CHECKPOINT)
+            if not internals.is_connect(spark):  # whose client may not reach the brokers
+                check_sources(internals.stream_sources(self))
+            checkpoint = find_option(write.options, CHECKPOINT)
             store = checkpoint_store(spark, checkpoint) if checkpoint is not None else {}
             _check(spark, write, store)
             check_executors(spark, write.options)
@@ -262,15 +265,15 @@ def _sources(writer: Any) -> tuple[str, ...]:
 
 def _is_idiom(write: StreamWrite) -> bool:
     """Whether it uses one of our formats directly: `Pipeline` has done these checks already."""
-    return write.format.lower().startswith(PREFIX) and _option(write.options, OPTION) is None
+    return write.format.lower().startswith(PREFIX) and find_option(write.options, OPTION) is None
 
 
 def _same_shards(spark: Any, write: StreamWrite | None) -> contextlib.AbstractContextManager[None]:
     """For a write of ours, or one with `foreachBatch`, which may call `write_batch`. A `Pipeline` has done it."""
-    if write is None or _option(write.options, OPTION) is not None:
+    if write is None or find_option(write.options, OPTION) is not None:
         return nullcontext()
     if write.format.lower().startswith(PREFIX):
-        return same_shards(spark, _option(write.options, CHECKPOINT))
+        return same_shards(spark, find_option(write.options, CHECKPOINT))
     return unadapted_stream(spark) if write.format == internals.FOREACH_BATCH else nullcontext()
 
 
@@ -280,10 +283,6 @@ def _unadapted(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return to_table
-
-
-def _option(options: Mapping[str, str], name: str) -> str | None:
-    return next((v for k, v in options.items() if k.lower() == name.lower()), None)
 
 
 def _check(spark: Any, write: StreamWrite, store: Store) -> None:
@@ -298,19 +297,6 @@ def _check(spark: Any, write: StreamWrite, store: Store) -> None:
             raise ours from None
         # The start reports Spark's own errors again.
         log.debug("skipped the check before the start: %s", error)
-
-
-def _check_sources(writer: Any) -> None:
-    """Refuse a query that reads what is not there: Spark would find out in the first batch. Not over Spark Connect,
-    whose client may not reach the brokers. A server that does not answer is waited for, by the query."""
-    if internals.is_connect(session_of(writer)):
-        return
-    for name, options in internals.stream_sources(writer):
-        if not name.startswith(PREFIX):
-            continue
-        for finding in Endpoint(name, Reading.parse(options)[1]).source().preflight():
-            if finding.refuses and finding.code.endswith("_MISSING"):
-                raise Refused(finding.code, finding.message, finding.next_step)
 
 
 def _read_to_its_end(writer: Any, write: StreamWrite) -> bool:
@@ -330,7 +316,7 @@ def _read_to_its_end(writer: Any, write: StreamWrite) -> bool:
         if (rows := Endpoint(name, own).source().rows_per_batch_max) is not None:
             if len(sources) > 1:
                 raise Refused("AVAILABLE_NOW_LIMIT", version=session_of(writer).version, source=name, rows=rows)
-            checkpoint = reading.checkpoint or _option(write.options, CHECKPOINT)
+            checkpoint = reading.checkpoint or find_option(write.options, CHECKPOINT)
             internals.set_source_option(
                 writer,
                 OPTION,
@@ -346,12 +332,12 @@ def _pass_checkpoint(writer: Any, write: StreamWrite, store: Store) -> None:
     The source keeps the start of batch 0 and its offset metadata there (`checkpoint/`). Queries with several sources
     are left alone: the sources would overwrite each other's state.
     """
-    checkpoint = _option(write.options, CHECKPOINT)
+    checkpoint = find_option(write.options, CHECKPOINT)
     if checkpoint is None:
         return
     try:
         sources = internals.stream_sources(writer)
-        if len(sources) == 1 and sources[0][0].startswith(PREFIX) and _option(sources[0][1], CHECKPOINT) is None:
+        if len(sources) == 1 and sources[0][0].startswith(PREFIX) and find_option(sources[0][1], CHECKPOINT) is None:
             internals.set_source_option(writer, CHECKPOINT, checkpoint)
             if store:
                 internals.set_source_option(writer, OPTION, Envelope(Reading(checkpoint, store=store)).encode())

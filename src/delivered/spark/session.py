@@ -12,15 +12,12 @@ match its version and JARs, so a stale one is harmless. See "Class Data Sharing"
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import logging
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,7 @@ from delivered.machine import cache_folder, java_home
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.step import LOG_FORMAT, as_json
 from delivered.pipeline.registry import names
-from delivered.prefork import start_server, worker_python
+from delivered.prefork import socket_folder, start_server, worker_python
 from delivered.spark.check import OUR_DAEMON, advice, check_session, owners, sender_of
 from delivered.spark.compat import LOCAL_SOCKETS, PYTHON_SOURCES
 from delivered.spark.hooks import install
@@ -58,9 +55,6 @@ _PREFORKED = (
     "delivered.engine.recover",
 )
 """What planning and committing processes import."""
-_TEMPORARY_LENGTH_MAX = 40
-"""A socket's path is limited to about 104 bytes, of which our folder's name takes 19 and Spark's 43."""
-
 log = logging.getLogger(__name__)
 
 
@@ -183,16 +177,6 @@ def with_archive(conf: Mapping[str, str]) -> dict[str, str]:
     if "Archive" in options or not file.is_file():
         return dict(conf)
     return {**conf, JAVA_OPTIONS: f'{options} "-XX:SharedArchiveFile={file}" -Xlog:cds=off'.strip()}
-
-
-@cache
-def socket_folder() -> str | None:
-    """A folder of this process for sockets, which Spark does not delete; None: this machine has no place for one."""
-    if os.name != "posix" or len(tempfile.gettempdir()) > _TEMPORARY_LENGTH_MAX:
-        return None
-    folder = tempfile.mkdtemp(prefix="delivered-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 def local_sockets(folder: str | None) -> dict[str, str]:

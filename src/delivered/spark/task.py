@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import sys
 
 from pyspark import TaskContext
 
 from delivered.model.errors import InvariantBroken
-from delivered.model.step import WARNING_MARK, JsonLines, as_json, work_for
+from delivered.model.step import show_warnings, work_for
 from delivered.spark.internals import BATCH_ID, QUERY_ID
 
 _armed = False
@@ -37,7 +36,7 @@ def arm(pipeline: str | None = None) -> None:
 def arm_driver() -> None:
     """The part of `arm` for the user's own process, whose memory and whose current work are the user's."""
     global _armed
-    _show_warnings()
+    show_warnings()
     if _armed or not os.environ.get("DELIVERED_CRASH"):
         return
     from delivered.crash import install_from_environment  # loaded only if needed
@@ -73,15 +72,3 @@ def _spare_the_collector() -> None:
     if len(sys.modules) != _modules_frozen:
         _modules_frozen = len(sys.modules)
         gc.freeze()
-
-
-def _show_warnings() -> None:
-    """Log warnings to standard error, which Spark adds to its own log: workers have no logging configuration."""
-    ours = logging.getLogger("delivered")
-    if logging.getLogger().handlers or any(not isinstance(h, logging.NullHandler) for h in ours.handlers):
-        return
-    handler = logging.StreamHandler()
-    handler.setLevel(logging.WARNING)
-    text = logging.Formatter(f"%(asctime)s %(process)d {WARNING_MARK}%(message)s", "%H:%M:%S")
-    handler.setFormatter(JsonLines() if as_json() else text)
-    ours.addHandler(handler)
