@@ -351,6 +351,18 @@ def stream_driver(source: Source, location: str | None, *, writes: bool = True, 
     return PlainDriver(driver, metadata)
 
 
+def first_of_stream(driver: SourceDriver, location: str | None, name: str = SOURCE) -> Offsets:
+    """Where batch 0 starts, also if it runs again: fixed the first time, whatever "latest" is by then.
+
+    Args:
+        driver: from `stream_driver`.
+    """
+    known = keep_first(location, driver.initial, name) if location is not None else None
+    if known is None:
+        return driver.initial()
+    return driver.recorded(known) if isinstance(driver, PlainDriver) else known
+
+
 # The sink whose ledger decides the batches of a pipeline with several sinks, stored in the checkpoint's sidecar.
 #
 # A pipeline without that sink asks another ledger, which may lack the newest batch: it would be written again.

@@ -4,7 +4,7 @@ Over Arrow batches: a row-wise function, which keeps the rows for which it raise
 itself and transforms its records, so that they never become JVM rows. Spark still plans, places, retries and logs such
 a batch. Only one row per slice passes through it.
 
-In Spark's own transform: rows as columns, on the way through Spark.
+In Spark's own transform: rows as columns, on the way through Spark; and a task's message to the driver as a row.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import json
 import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.contract.source import COORDINATES, Slice, Source
+from delivered.model.errors import InvariantBroken
 from delivered.model.rows import NOT_OF_A_ROW, Origin, Rejection, Rows, as_json_text, plain_rows, reason_of
 from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import BatchPlan, ShardMessage
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +130,29 @@ def unpack_slice(packed: bytes) -> Slice:
     if not isinstance(piece, Slice):
         raise TypeError(f"column {SLICE_COLUMN} holds {type(piece).__name__}; it must hold a Slice")
     return piece
+
+
+MESSAGE = "message"
+"""Column of a task's message to the driver."""
+
+
+def pack_message(message: ShardMessage) -> bytes:
+    """A message without its plan, which the driver has: offsets of thousands of partitions are in it."""
+    plan = message.plan
+    return pickle.dumps((plan.owner, plan.batch, plan.epoch, replace(message, plan=None)))  # type: ignore[arg-type]
+
+
+def unpack_message(data: bytes, plan: BatchPlan) -> ShardMessage:
+    """The message of a task of this plan.
+
+    Raises:
+        InvariantBroken: it is of another one.
+    """
+    *running, message = pickle.loads(data)  # noqa: S301 - Spark carried it from our own task
+    if running != (planned := [plan.owner, plan.batch, plan.epoch]):
+        raise InvariantBroken("BATCH_DIFFERS.TASK", running=running, planned=planned)
+    returned: ShardMessage = message
+    return replace(returned, plan=plan)
 
 
 def _conform(part: pa.RecordBatch, columns: pa.Schema) -> pa.RecordBatch:

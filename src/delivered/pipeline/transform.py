@@ -1,4 +1,4 @@
-"""The transform between source and sink, and dedup: what is declared, a fingerprint, and what changes in a rerun."""
+"""The transform between source and sink: what is declared, a fingerprint, and what changes in a rerun."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
 
-from delivered.model.dedup import KIND, TABLE, Dedup, read_ms
 from delivered.model.errors import UsageError
 from delivered.model.identity import SOURCE
-from delivered.model.options import Unfit, check_argument, choice
+from delivered.model.options import check_argument
 from delivered.model.rows import OnBadRow
 from delivered.pipeline.changing import changing_in_python, changing_in_sql, nested, python_keeps_state, sql_keeps_state
 from delivered.pipeline.endpoint import Projection
@@ -291,47 +290,3 @@ def _content(cell: Any) -> Any:
 def _attributes(what: Any) -> list[Any]:
     own = getattr(what, "__dict__", None)
     return [v for _, v in sorted(own.items())] if isinstance(own, dict) else []
-
-
-# `dedup`: duplicates in the source that are dropped before the transform.
-
-_CLOCK = re.compile(r"\b(now|current_timestamp|current_date|curdate|localtimestamp)\b", re.IGNORECASE)
-
-
-def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", memory: str = "state") -> Dedup:
-    """Drop duplicates in the source, under every guarantee, before the transform.
-
-    Args:
-        by: SQL over the source's columns that names a record: "key", "get_json_object(CAST(value AS STRING), '$.id')".
-            A record for which one of them is null duplicates nothing.
-        within: "1 hour", "90 seconds": a record whose time is at most this long after its key's first one is dropped.
-        time: SQL over the source's columns, a timestamp.
-        late: "drop": accept that a record older than the newest one by more than `within` is dropped, even if it is the
-            first of its key. "refuse": such a pipeline is refused, with the reason. Not with a table, which only
-            drops duplicates.
-        memory: where keys are kept. "state": in Spark's state, in the checkpoint. "table": in a table of the sink's
-            database (PostgreSQL, MySQL or SQLite), updated in the transaction that decides the batch.
-
-    Raises:
-        UsageError: no expression, one whose value changes between runs, or an invalid duration.
-    """
-    if not by or not all(isinstance(b, str) and b.strip() for b in by):
-        raise UsageError("DEDUP_BY", by=by)
-    for key, value, example in (("within", within, "1 hour"), ("time", time, "timestamp")):
-        check_argument("delivered.dedup", key, value, str, "text", f'..., {key}="{example}"')
-    for text in (*by, time):
-        if changing_in_sql(text) or _CLOCK.search(text):
-            raise UsageError("DEDUP_CHANGES", text=text)
-    drops = choice(("refuse", "drop")).parse("delivered.dedup", "late", late, 'write late="refuse"') == "drop"
-    kind = (
-        TABLE
-        if choice(("state", "table")).parse("delivered.dedup", "memory", memory, 'write memory="state"') == "table"
-        else KIND
-    )
-    if drops and kind == TABLE:
-        raise UsageError("DEDUP_LATE_TABLE")
-    try:
-        within_ms = read_ms(within)
-    except Unfit as why:
-        raise UsageError("DEDUP_WITHIN", reason=why) from None
-    return Dedup(tuple(b.strip() for b in by), within_ms, time.strip(), drops, kind)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from delivered.checkpoint.folder import recall, remember
 from delivered.engine.shard import may_send, write_shard
-from delivered.engine.transform import without_rejected
+from delivered.engine.transform import MESSAGE, unpack_message, without_rejected
 from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.identity import checked_name
@@ -35,7 +35,7 @@ from delivered.spark.check import checkpoint_store, sender_of
 from delivered.spark.internals import is_connect, query_checkpoint, to_arrow
 from delivered.spark.settings import unadapted
 from delivered.spark.task import arm_driver
-from delivered.spark.writers import MESSAGE, ForeachTask, unpacked
+from delivered.spark.writers import ForeachTask
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -123,7 +123,7 @@ def _save(spec: PipelineSpec, df: DataFrame, batch: int) -> None:
         except Exception:
             batches.runner(view.incarnation).abort_unreported(plan)
             raise
-        messages: list[ShardMessage | None] = [unpacked(data, plan) for data in returned]
+        messages: list[ShardMessage | None] = [unpack_message(data, plan) for data in returned]
         messages += [None] * (tasks - len(messages))
         try:
             if not messages:  # no partitions: one shard, as in Spark's own writes, so that a rerun is compared

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
-from delivered.checkpoint import sidecar
 from delivered.checkpoint.history import Samples
-from delivered.checkpoint.sidecar import Landmarks, PlainDriver, put_task_file, stream_driver
+from delivered.checkpoint.sidecar import Landmarks, PlainDriver, first_of_stream, put_task_file, stream_driver
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.engine.transform import encode, pack_rejected, pack_slice, source_schema
 from delivered.model.limits import LANDMARK_EVERY_S, LANDMARK_IDLE_EVERY_S
@@ -85,18 +84,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._reading.checkpoint
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        driver = self._driver
-        # Batch 0 may run again: its start is fixed the first time, whatever "latest" is by then.
-        checkpoint = self._reading.checkpoint
-        recorded = (
-            sidecar.keep_first(checkpoint, driver.initial, self._reading.source) if checkpoint is not None else None
-        )
-        if recorded is None:
-            initial = driver.initial()
-        else:
-            initial = driver.recorded(recorded) if isinstance(driver, PlainDriver) else recorded
-        self._logged = initial
-        return initial
+        self._logged = first_of_stream(self._driver, self._reading.checkpoint, self._reading.source)
+        return self._logged
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         rows = self._source.rows_per_batch_max

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
 
-from delivered.contract.sink import KEY_BYTES, Sink
-from delivered.contract.source import COORDINATES, Source
-from delivered.engine.keys import AT, HELPERS, KEY, TIE, drop_seen
-from delivered.engine.keys import TIME as SEEN_AT
+from delivered.contract.sink import Sink
+from delivered.contract.source import Source
+from delivered.engine.keys import HELPERS, KEY, TIE, drop_seen
 from delivered.engine.sinks import Columns
 from delivered.engine.transform import ArrowTransform, decode, encode, run_isolated, with_rejected
 from delivered.model.dedup import Dedup
-from delivered.model.errors import BadRecord, InvariantBroken, UsageError
+from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.identity import Scope
 from delivered.model.ranges import backquoted
+from delivered.pipeline.dedup import ALONE, TIME, alone_sql, helper_columns, key_columns, key_sql, seen_sql
 from delivered.pipeline.endpoint import Projection, plan_routes
 from delivered.pipeline.transform import Transform
 from delivered.spark.internals import from_arrow, pickle_by_value, to_arrow
@@ -37,11 +37,6 @@ from delivered.spark.task import arm, running_batch, running_task
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-_BY = "__delivered_dedup_by_"
-ALONE = "__delivered_dedup_alone"
-TIME = "__delivered_dedup_time"
-_AS_TEXT = ("boolean", "tinyint", "smallint", "int", "bigint", "date")
 
 
 class Failing(Enum):
@@ -179,46 +174,25 @@ def projected(frame: DataFrame, projection: Projection) -> DataFrame:
 
 
 def _with_columns(frame: DataFrame, columns: Mapping[str, str]) -> DataFrame:
-    if not columns:
-        return frame
     try:
-        return frame.selectExpr("*", *[f"({sql}) AS {backquoted(name)}" for name, sql in columns.items()])
+        return _with(frame, columns) if columns else frame
     except (AnalysisException, ParseException) as error:
         raise UsageError("SINK_EXPRESSION", error=str(error).splitlines()[0]) from None
 
 
-def key_columns(dedup: Dedup) -> list[str]:
-    """The helper columns that are equal for duplicates, and only for them."""
-    return [*(f"{_BY}{i}" for i in range(len(dedup.by))), ALONE]
-
-
-def helper_columns(dedup: Dedup) -> list[str]:
-    return [*key_columns(dedup), TIME]
-
-
-def is_placed(frame: DataFrame) -> bool:
-    """Whether the frame has the columns of a record's position in the source."""
-    return all(c in frame.columns for c in COORDINATES)
+def _with(frame: DataFrame, columns: Mapping[str, str]) -> DataFrame:
+    return frame.selectExpr("*", *[f"({sql}) AS {backquoted(name)}" for name, sql in columns.items()])
 
 
 def with_keys(frame: DataFrame, dedup: Dedup) -> DataFrame:
     """The frame with the columns `helper_columns`; rows are neither added nor moved.
 
-    Records without a key are not duplicates of each other: each is keyed by its position in the source. If the source
-    has no such columns, they fail the query.
-
     Raises:
         UsageError: an expression is not SQL over one row of the source, or the time is not a timestamp.
     """
-    placed = is_placed(frame)
-    missing = " OR ".join(f"{c} IS NULL" for c in key_columns(dedup)[:-1])
-    no_key = f"CAST(raise_error('{BadRecord('DEDUP_KEY_NULL')}') AS STRING)"
-    own = "concat_ws('-', `topic`, `partition`, `offset`)" if placed else no_key
-    # CASE rules out generators and aggregates.
-    texts = {**dict(zip(key_columns(dedup), dedup.by, strict=False)), TIME: dedup.time}
     try:
-        keyed = frame.selectExpr("*", *[f"CASE WHEN true THEN ({sql}) END AS `{name}`" for name, sql in texts.items()])
-        keyed = keyed.selectExpr("*", f"CASE WHEN {missing} THEN {own} END AS `{ALONE}`")
+        keyed = _with(frame, key_sql(dedup))
+        keyed = _with(keyed, {ALONE: alone_sql(dedup, frame.columns)})
         types: Mapping[str, str] = dict(keyed.dtypes)  # Spark Connect analyses the frame only here
     except (AnalysisException, ParseException) as error:
         raise UsageError(
@@ -247,41 +221,14 @@ def without_seen_repeats(frame: DataFrame, dedup: Dedup, sink: Sink, scope: Scop
         scope: of that sink, still without an incarnation.
         shards: number of partitions that the keys are hashed to; for two_phase, the same when a batch runs again.
     """
-    schema = frame.schema
-    columns = [f"`{c.replace('`', '``')}`" for c in frame.columns]
-    keyed = with_keys(frame, dedup)
-    types = dict(keyed.dtypes)
-    parts = [f"coalesce({_text(dedup.by[i], types[n], n)}, '')" for i, n in enumerate(key_columns(dedup)[:-1])]
-    missing = " OR ".join(f"`{n}` IS NULL" for n in key_columns(dedup)[:-1])
-    digest = f"unhex(substr(sha2(CAST(concat_ws(',', {', '.join(parts)}) AS BINARY), 256), 1, {2 * KEY_BYTES}))"
-    if is_placed(frame):
-        at, tie = "`offset`", "xxhash64(`topic`, `partition`, `offset`)"
-    else:
-        plain = [c for c, (_, kind) in zip(columns, frame.dtypes, strict=True) if "map<" not in kind]
-        at, tie = "0", f"xxhash64({', '.join(plain)})"
-    keyed = keyed.selectExpr(
-        *columns,
-        f"CASE WHEN {missing} THEN NULL ELSE {digest} END AS {KEY}",
-        f"unix_micros({TIME}) AS {SEEN_AT}",
-        f"CAST({at} AS BIGINT) AS {AT}",
-        f"{tie} AS {TIE}",
-    )
+    columns, keyed = [*map(backquoted, frame.columns)], with_keys(frame, dedup)
+    seen = seen_sql(dedup, dict(frame.dtypes), dict(keyed.dtypes))
+    keyed = keyed.selectExpr(*columns, *(f"{sql} AS {name}" for name, sql in seen.items()))
     # Records without a key are never duplicates, so they can go to any partition.
     meeting = keyed.selectExpr("*", f"coalesce({KEY}, unhex(hex({TIE}))) AS __delivered_seen_meet")
     meeting = meeting.repartition(shards, "__delivered_seen_meet").drop("__delivered_seen_meet")
     task = _Task(sink, scope, dedup.within_ms * 1_000)
-    return meeting.select(*columns, *HELPERS).mapInArrow(task, schema)
-
-
-def _text(value: str, kind: str, column: str) -> str:
-    """A text unique per value, whatever the session's time zone; null stays null."""
-    if kind in ("string", "binary"):
-        return f"hex(`{column}`)"
-    if kind in _AS_TEXT or kind.startswith("decimal"):
-        return f"CAST(`{column}` AS STRING)"
-    if kind == "timestamp":
-        return f"CAST(unix_micros(`{column}`) AS STRING)"
-    raise UsageError("DEDUP_KEY_TYPE", value=value, kind=kind)
+    return meeting.select(*columns, *HELPERS).mapInArrow(task, frame.schema)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from delivered.engine.shard import may_send, write_shard
 from delivered.engine.sinks import Sinks
-from delivered.engine.transform import decode
+from delivered.engine.transform import MESSAGE, decode, pack_message
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.patience import in_query
 from delivered.model.rows import Rows
@@ -136,7 +136,7 @@ class ForeachTask:
 
             rows = check_keys_unique(self.sinks, rows)
         message = _write_shard(self.sinks, self.plan, rows, self.schema)
-        yield pa.record_batch([pa.array([packed(message)], pa.binary())], names=[MESSAGE])
+        yield pa.record_batch([pa.array([pack_message(message)], pa.binary())], names=[MESSAGE])
 
 
 class BatchWriter(Recovering, ArrowWriter):
@@ -180,29 +180,6 @@ def check_running(plan: BatchPlan, *, outside: bool = False) -> None:
     running, planned = running_batch(running_task()), (plan.scope.incarnation, str(plan.batch))
     if running != planned and not (outside and running == (None, None)):
         raise InvariantBroken("BATCH_DIFFERS.TASK", running=running, planned=planned)
-
-
-MESSAGE = "message"
-"""Column of a task's message to the driver."""
-
-
-def packed(message: ShardMessage) -> bytes:
-    """A message without its plan, which the driver has: offsets of thousands of partitions are in it."""
-    plan = message.plan
-    return pickle.dumps((plan.owner, plan.batch, plan.epoch, replace(message, plan=None)))  # type: ignore[arg-type]
-
-
-def unpacked(data: bytes, plan: BatchPlan) -> ShardMessage:
-    """The message of a task of this plan.
-
-    Raises:
-        InvariantBroken: it is of another one.
-    """
-    *running, message = pickle.loads(data)  # noqa: S301 - Spark carried it from our own task
-    if running != (planned := [plan.owner, plan.batch, plan.epoch]):
-        raise InvariantBroken("BATCH_DIFFERS.TASK", running=running, planned=planned)
-    returned: ShardMessage = message
-    return replace(returned, plan=plan)
 
 
 def messages_of(messages: Sequence[WriterCommitMessage | None]) -> list[ShardMessage | None]:

@@ -53,8 +53,9 @@ from delivered.model.capability import WriteMode
 from delivered.model.dedup import Dedup
 from delivered.model.identity import Scope
 from delivered.model.ranges import backquoted
+from delivered.pipeline.dedup import TIME, key_columns
 from delivered.spark.internals import from_arrow
-from delivered.spark.rows import TIME, key_columns, with_keys
+from delivered.spark.rows import with_keys
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
