@@ -22,6 +22,7 @@ from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Columns, Sinks
+from delivered.engine.transform import REJECTED
 from delivered.entry import Pipeline
 from delivered.model import step
 from delivered.model.capability import Guarantee
@@ -30,7 +31,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
 from delivered.model.rows import Rows
 from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Owner, Prepared
-from delivered.pipeline.endpoint import Item, parse_projection
+from delivered.pipeline.endpoint import Item, Projection, parse_projection, plan_routes
 from delivered.pipeline.spec import OPTION, PipelineSpec
 from delivered.planner import Plan, Refusal
 
@@ -286,3 +287,43 @@ def test_an_audit_reads_each_sink_from_the_one_ledger() -> None:
         assert account.visible is not None
         assert (account.visible.batch, account.visible.scope.sink) == (visible, member.name)
         assert account.visible.total.count == 3 * (visible + 1)
+
+
+def test_the_columns_of_several_sinks_are_planned_for_one_frame() -> None:
+    every, paid = Projection(), parse_projection(["id", "amount * 2 AS double"], "amount > 0")
+    planned = plan_routes([every, paid], ["id", "amount"])
+    own = "__delivered_sink_1"
+    assert planned.where == {own: "amount > 0"}
+    assert planned.computed == {f"{own}_double": f"CASE WHEN true AND `{own}` THEN (amount * 2) END"}
+    assert planned.columns == ("id", "amount", f"{own}_double", own)
+    assert planned.routes == (
+        Columns((("id", "id"), ("amount", "amount"))),
+        Columns((("id", "id"), ("double", f"{own}_double")), own),
+    )
+
+
+def test_rejected_rows_pass_expressions_by() -> None:
+    rejected, more = REJECTED.name, parse_projection(["id + 1 AS id"], None)
+    planned = plan_routes([more], ["topic", "id", rejected], keep=["topic", "offset"])
+    assert planned.computed == {"__delivered_sink_0_id": f"CASE WHEN {rejected} IS NULL AND true THEN (id + 1) END"}
+    assert planned.columns == ("topic", rejected, "__delivered_sink_0_id")
+    with pytest.raises(UsageError, match="SELECT_COLUMN"):
+        plan_routes([parse_projection(["nowhere"], None)], ["id"])
+
+
+@pytest.mark.parametrize(
+    ("more", "direct"),
+    [
+        ({}, True),
+        ({"transform": delivered.arrow(select=["value"])}, True),
+        ({"transform": "SELECT * FROM source"}, False),
+        ({"dedup": delivered.dedup("key", within="1 hour")}, False),
+        ({"sinks": [delivered.endpoint("sqlite", path="x.db", table="t", select=["value"])]}, False),
+        ({"sinks": [delivered.endpoint("sqlite", path=f"{n}.db", table="t", select=["value"]) for n in "xy"]}, True),
+        ({"source": delivered.endpoint("spark:rate")}, False),
+    ],
+)
+def test_tasks_read_the_source_themselves_if_spark_has_nothing_to_do(more: dict[str, Any], direct: bool) -> None:
+    sinks = [delivered.sqlite("x.db", "t")]
+    given: dict[str, Any] = {"source": delivered.log("in"), "sinks": sinks, **more}
+    assert Pipeline(name="p", guarantee="at_least_once", checkpoint="c", **given).is_direct is direct
