@@ -13,13 +13,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.support import delta, iceberg
+from tests.support.memory import CONNECTOR as MEMORY
+from tests.support.memory.world import make_world, world
 from tests.support.scans import scanned
 from tests.support.sinks import Rig
 from tests.support.sweeps import sweep
 
 from delivered.connectors.files import CONNECTOR as FILES
-from delivered.connectors.memory import CONNECTOR as MEMORY
-from delivered.connectors.memory.world import make_world, world
 from delivered.contract.sink import Sink
 from delivered.engine.sinks import Sinks
 from delivered.model.errors import BadRecord, DeliveredError

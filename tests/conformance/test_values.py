@@ -17,13 +17,13 @@ import pytest
 from deltalake import DeltaTable
 from pyiceberg.expressions import EqualTo
 from tests.support.iceberg import sink_at, theirs
+from tests.support.memory import CONNECTOR as MEMORY
+from tests.support.memory.world import make_world
 from tests.support.scans import scanned_table
 from tests.support.sinks import Rig
 
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
-from delivered.connectors.memory import CONNECTOR as MEMORY
-from delivered.connectors.memory.world import make_world
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
 from delivered.engine.sinks import Sinks

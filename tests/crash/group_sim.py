@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 from tests.crash.sim import Sim
+from tests.support.memory import CONNECTOR
 
-from delivered.connectors.memory import CONNECTOR
 from delivered.engine.shard import fingerprint_seed
 from delivered.engine.sinks import Sinks
 from delivered.model.capability import Commit, Guarantee

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.crash.group_sim import GroupSim
+from tests.support.memory import CONNECTOR
 
-from delivered.connectors.memory import CONNECTOR
 from delivered.engine.sinks import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.rows import OnBadRow

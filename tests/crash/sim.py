@@ -24,9 +24,9 @@ from functools import partial
 from typing import TypeVar
 
 import pyarrow as pa
+from tests.support.memory import CONNECTOR
+from tests.support.memory.world import ROWS, Answer, State, make_world
 
-from delivered.connectors.memory import CONNECTOR
-from delivered.connectors.memory.world import ROWS, Answer, State, make_world
 from delivered.engine.arbiter import Grants
 from delivered.engine.context import Context
 from delivered.engine.runner import Runner

@@ -149,7 +149,7 @@ def test_p30_order_by_time_is_found(expires: bool, off: list[int], monkeypatch: 
         own = {} if found.last is None else {"last": known[scope.incarnation]}
         return replace(found, earlier=tuple(known[d.scope.incarnation] for d in found.earlier), **own)
 
-    monkeypatch.setattr("delivered.connectors.memory.store.state_of", lambda *args: by_time(*_listed(args)))
+    monkeypatch.setattr("tests.support.memory.store.state_of", lambda *args: by_time(*_listed(args)))
     found, _ = faults("run" if expires else "run after a later one", Commit.TWO_PHASE, expires, off)
     assert any("the first host is ahead, killed at commit.decide:after" in f and "lost" in f for f in found)
 

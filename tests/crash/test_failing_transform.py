@@ -16,11 +16,11 @@ import yaml
 from tests.crash.letter_sim import EXACTLY, LEAST, MOST, NTH_MAX, LetterSim
 from tests.crash.sim import Crash, codes, points
 from tests.support.halted import run_loop
+from tests.support.memory import CONNECTOR
+from tests.support.memory.world import ROWS
 from tests.support.sweeps import sweep
 
 from delivered.connectors.log import append
-from delivered.connectors.memory import CONNECTOR
-from delivered.connectors.memory.world import ROWS
 from delivered.engine import transform
 from delivered.engine.sinks import Sinks
 from delivered.entry import Pipeline

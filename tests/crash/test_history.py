@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 from tests.crash.sim import ATTEMPTS_MAX, Checkpoint, Crash, Driver, Sim, again, codes, other_rows
+from tests.support.memory.world import Answer, State
 
-from delivered.connectors.memory.world import Answer, State
 from delivered.engine import decide
 from delivered.model.capability import Commit, Guarantee
 from delivered.model.work import Tolerance

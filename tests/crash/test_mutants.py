@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tests.crash.scenarios import single
 from tests.crash.sim import Checkpoint, Crash, Sim, other_rows
+from tests.support.memory import store
+from tests.support.memory.store import MemoryCommitter
+from tests.support.memory.world import Answer
 from tests.support.sweeps import sweep
 
-from delivered.connectors.memory import store
-from delivered.connectors.memory.store import MemoryCommitter
-from delivered.connectors.memory.world import Answer
 from delivered.engine import decide, recover, rules, shard
 from delivered.engine.arbiter import Grant, Grants
 from delivered.ledger import Ledger

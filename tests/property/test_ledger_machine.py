@@ -10,9 +10,9 @@ import pyarrow as pa
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.memory import CONNECTOR
+from tests.support.memory.world import ROWS, Answer, make_world
 
-from delivered.connectors.memory import CONNECTOR
-from delivered.connectors.memory.world import ROWS, Answer, make_world
 from delivered.engine.context import Context
 from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.recover import plan_batch

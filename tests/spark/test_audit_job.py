@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
+from tests.support.memory import MemorySinkOptions
+from tests.support.memory.sink import MemorySink
 from tests.support.reconcile import Seen, as_sides, histories
 from tests.support.reconcile import reconcile as definition
 from tests.support.sweeps import sweep
@@ -22,8 +24,6 @@ from delivered.audit.local.reconcile import reconcile as in_process
 from delivered.audit.spark.audit import _accepted
 from delivered.audit.spark.reconcile import Slots, _classified, _side, hashed, reconcile
 from delivered.audit.spark.slices import keeps_partitions
-from delivered.connectors.memory import MemorySinkOptions
-from delivered.connectors.memory.sink import MemorySink
 from delivered.model.capability import SinkCapability
 from delivered.model.fingerprint import Fingerprint, fingerprint
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import delivered
 
 SOURCE = Path(delivered.__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 def fresh(code: str, *inputs: bytes) -> set[str]:
@@ -22,6 +23,6 @@ def fresh(code: str, *inputs: bytes) -> set[str]:
         capture_output=True,
         text=True,
         check=True,
-        env={**own, "PYTHONPATH": str(SOURCE.parent)},
+        env={**own, "PYTHONPATH": os.pathsep.join(map(str, (SOURCE.parent, ROOT)))},
     )
     return set(json.loads(ran.stdout.splitlines()[-1]))

@@ -13,13 +13,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.support.memory import CONNECTOR as MEMORY
 from tests.support.scans import scanned
 from tests.support.toy import toy
 
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
-from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
 from delivered.engine.context import Committers, Context
@@ -143,7 +143,7 @@ def offsets(batch: int) -> str:
 
 
 def _memory(request: pytest.FixtureRequest, commit: str) -> Sink:
-    from delivered.connectors.memory.world import make_world
+    from tests.support.memory.world import make_world
 
     make_world(request.node.nodeid)
     return MEMORY.sink({"world": request.node.nodeid, "commit": commit})

@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+from tests.support.memory import CONNECTOR as MEMORY
 
-from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.contract.connector import Connector, Factory
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.options import Options, OptionTable, integer, option

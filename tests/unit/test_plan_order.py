@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.crash.sim import planned
+from tests.support.memory import CONNECTOR as MEMORY
+from tests.support.memory.world import ROWS, make_world
 
-from delivered.connectors.memory import CONNECTOR as MEMORY
-from delivered.connectors.memory.world import ROWS, make_world
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
 from delivered.engine.context import Context, open_shared_ledger

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 import pytest
+from tests.support.memory import CONNECTOR
+from tests.support.memory.world import ROWS, State, make_world
 
-from delivered.connectors.memory import CONNECTOR
-from delivered.connectors.memory.world import ROWS, State, make_world
 from delivered.engine import runner as module
 from delivered.engine.context import Context
 from delivered.engine.runner import Runner
@@ -42,7 +42,7 @@ def shard(runner: Runner, plan: BatchPlan, number: int) -> ShardMessage:
 
 
 def states() -> list[State]:
-    from delivered.connectors.memory.world import world
+    from tests.support.memory.world import world
 
     return [p.state for p in world(WORLD).participants.values()]
 

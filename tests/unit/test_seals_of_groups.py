@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.memory import CONNECTOR as MEMORY
+from tests.support.memory.world import make_world
 
-from delivered.connectors.memory import CONNECTOR as MEMORY
-from delivered.connectors.memory.world import make_world
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
 from delivered.engine.context import open_ledger, open_shared_ledger

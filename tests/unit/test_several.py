@@ -12,11 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.support.interpreter import fresh
+from tests.support.memory import CONNECTOR as MEMORY
+from tests.support.memory.world import ROWS, State, make_world, world
 
 import delivered
 from delivered.audit.evidence import read_ledger
-from delivered.connectors.memory import CONNECTOR as MEMORY
-from delivered.connectors.memory.world import ROWS, State, make_world, world
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
@@ -230,7 +230,7 @@ def test_an_executor_loads_the_group_and_its_connectors_alone() -> None:
     code = """
 import pickle, sys
 sink, plan, schema = (pickle.loads(bytes.fromhex(a)) for a in sys.argv[1:])
-from delivered.connectors.memory.world import make_world
+from tests.support.memory.world import make_world
 from delivered.engine.shard import write_shard
 for i in range(2):
     make_world(f"executor-group-{i}")

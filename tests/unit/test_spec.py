@@ -13,10 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.support.interpreter import fresh
+from tests.support.memory import CONNECTOR
+from tests.support.memory.world import ROWS
 
 import delivered
-from delivered.connectors.memory import CONNECTOR
-from delivered.connectors.memory.world import ROWS
 from delivered.engine.sinks import Columns, Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, UsageError
@@ -178,7 +178,7 @@ def test_a_task_loads_neither_the_spec_nor_the_drivers_half_of_the_engine() -> N
     code = "import pickle, sys; assert pickle.loads(bytes.fromhex(sys.argv[1]))._spec is None"
     loaded = fresh(code, pickle.dumps(writer))
     ours = {m.removeprefix("delivered.") for m in loaded if m.startswith("delivered.")}
-    assert {m.split(".")[0] for m in ours} == {"model", "contract", "engine", "connectors", "spark"}
+    assert {m.split(".")[0] for m in ours} == {"model", "contract", "engine", "spark"}
     assert {m for m in ours if m.startswith("engine.")} == {
         "engine.shard",
         "engine.sinks",

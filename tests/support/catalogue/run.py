@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from tests.support.catalogue.values import BY_NAME, Kind, canonical
+from tests.support.memory import CONNECTOR as MEMORY
+from tests.support.memory.world import make_world, world
 from tests.support.reconcile import Seen, reconcile
 from tests.support.scans import scanned
 from tests.support.sinks import Rig
 
 from delivered.audit.evidence import Counts, Fingerprints, Verdict
 from delivered.audit.report import AuditReport
-from delivered.connectors.memory import CONNECTOR as MEMORY
-from delivered.connectors.memory.world import make_world, world
 from delivered.contract.sink import Sink
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import fingerprint_seed, write_shard

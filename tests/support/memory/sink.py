@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from tests.support.memory import MemorySinkOptions
+from tests.support.memory.world import ROWS, Opened, Participant, State, World, world
 
-from delivered.connectors.memory import MemorySinkOptions
-from delivered.connectors.memory.world import ROWS, Opened, Participant, State, World, world
 from delivered.contract.sink import BoundedScan, Changes, Sink, Writer
 from delivered.contract.source import Finding, Offsets, Slice
 from delivered.model.capability import Commit, Guarantee, SinkCapability
@@ -20,7 +20,8 @@ from delivered.model.identity import Scope, Work
 from delivered.model.work import Promise
 
 if TYPE_CHECKING:
-    from delivered.connectors.memory.store import MemoryCommitter
+    from tests.support.memory.store import MemoryCommitter
+
     from delivered.ledger import Store
 
 
@@ -42,7 +43,9 @@ class StagingWriter(Writer):
     def prepare(self, fingerprint: Fingerprint) -> Promise:
         self._world.gate()
         if self._participant.state is not State.OPEN:
-            raise PromiseBroken("PREPARE_FAILED", shard=self._participant.work.shard)
+            raise PromiseBroken(
+                "PREPARE_FAILED", f"Shard {self._participant.work.shard} was aborted while it was written."
+            )
         self._participant.state = State.PREPARED
         return Promise(Opened(self._participant.id, fingerprint.count))
 
@@ -64,7 +67,7 @@ class SendingWriter(Writer):
     def stage(self, batch: pa.RecordBatch) -> None:
         self._world.show(self._work, [self._canonical(batch)])
 
-    def prepare(self, fingerprint: Fingerprint) -> Promise:  # noqa: ARG002
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         self._world.gate()
         return Promise()
 
@@ -93,14 +96,14 @@ class MemorySink(Sink):
             no_position="",
         )
 
-    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:  # noqa: ARG002
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
         world(self.options.world)
         return ()
 
     def check_schema(self, schema: pa.Schema) -> None:
         names = set(schema.names)
         if "value" not in names or not names <= {"key", "value"}:
-            raise UsageError("COLUMNS.MEMORY", columns=schema.names)
+            raise UsageError("COLUMNS", f"It writes value and, optionally, key; it was given {schema.names}.")
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         longest = self.options.value_bytes_max
@@ -114,7 +117,7 @@ class MemorySink(Sink):
         columns = [arrays[f.name].cast(f.type) if f.name in arrays else pa.nulls(batch.num_rows, f.type) for f in ROWS]
         return pa.RecordBatch.from_arrays(columns, schema=ROWS)
 
-    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:  # noqa: ARG002
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         if guarantee is Guarantee.EXACTLY_ONCE:
             return StagingWriter(self._world, work, self._accepted)
         return SendingWriter(self._world, work, self._accepted)
@@ -123,12 +126,12 @@ class MemorySink(Sink):
         return MemoryScan(self.options.world)
 
     def store(self, scope: Scope) -> Store:
-        from delivered.connectors.memory.store import MemoryStore
+        from tests.support.memory.store import MemoryStore
 
         return MemoryStore(self._world, scope)
 
     def committer(self, scope: Scope) -> MemoryCommitter:
-        from delivered.connectors.memory.store import MemoryCommitter
+        from tests.support.memory.store import MemoryCommitter
 
         return MemoryCommitter(self._world, scope, self.options.commit)
 
@@ -136,7 +139,7 @@ class MemorySink(Sink):
         """The records, if none of them is refused."""
         reasons = self.invalid_rows(batch)
         if reasons is not None and reasons.null_count < len(reasons):
-            raise BadRecord("ROW_REFUSED.MEMORY", reason=reasons.drop_null()[0].as_py())
+            raise BadRecord("ROW_REFUSED", f"A row was refused: {reasons.drop_null()[0].as_py()}.")
         return self.records(batch)
 
     @property

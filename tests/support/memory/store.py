@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from delivered.connectors.memory.world import Answer, Opened, Participant, State, World
+from tests.support.memory.world import Answer, Opened, Participant, State, World
+
 from delivered.contract.sink import Committer
 from delivered.ledger import Change, Head, not_next, state_of
 from delivered.model.capability import Commit
@@ -157,7 +158,7 @@ class MemoryCommitter(Committer):
                 self._world.settle(participant)
         return Unknown("the answer was lost") if answer else Ok(None)
 
-    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - the world knows the shard
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:
         return self._world.marker(work) == (work.scope.incarnation, work.batch)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:

@@ -1,4 +1,4 @@
-"""An in-memory store for tests without a server: both ways to commit, and fault injection.
+"""A sink and a source in memory, for tests without a server: both ways to commit, and fault injection.
 
 It works only within one process, so it has no entry point: Spark's workers are other processes.
 """
@@ -35,6 +35,6 @@ class MemorySinkOptions(_World, owner="delivered_memory sink"):
 CONNECTOR = Connector(
     "memory",
     "",
-    sources=Factory(MemorySourceOptions, "delivered.connectors.memory.world:MemorySource"),
-    sinks=Factory(MemorySinkOptions, "delivered.connectors.memory.sink:MemorySink"),
+    sources=Factory(MemorySourceOptions, "tests.support.memory.world:MemorySource"),
+    sinks=Factory(MemorySinkOptions, "tests.support.memory.sink:MemorySink"),
 )

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import pyarrow as pa
+from tests.support.memory import MemorySourceOptions
 
-from delivered.connectors.memory import MemorySourceOptions
 from delivered.contract.source import Finding, Offsets, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
@@ -185,7 +185,7 @@ def make_world(name: str) -> World:
 def world(name: str) -> World:
     """Raises UsageError: this process has no such world; memory is not shared between processes."""
     if name not in _worlds:
-        raise UsageError("WORLD_UNKNOWN", name=name, worlds=sorted(_worlds))
+        raise UsageError("WORLD_UNKNOWN", f"This process holds no world {name!r}; it holds {sorted(_worlds)}.")
     return _worlds[name]
 
 
