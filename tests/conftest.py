@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import settings
+from tests.support.collecting import quick_collection
 from tests.support.servers import (
     Activemq,
     Kafka,
@@ -80,6 +81,12 @@ def _group(item: pytest.Item) -> str:
 def _outside_of_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that serves a query in this process must not make later ones wait for servers like a query."""
     monkeypatch.setattr(patience, "_in_query", False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    with quick_collection(session.config):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

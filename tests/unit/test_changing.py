@@ -106,14 +106,13 @@ print(json.dumps({{n: sorted(changing.changing_in_python(names[n])) for n in sys
 def pythons() -> dict[str, str]:
     """Paths by version: those on the path, and those of pyenv."""
     root = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
-    named = [shutil.which(f"python3.{minor}") for minor in MINORS]
-    managed = [p for minor in MINORS for p in sorted(root.glob(f"3.{minor}.*/bin/python3.{minor}"))]
     found = {f"3.{sys.version_info.minor}": sys.executable}
-    for path in (*(p for p in named if p is not None), *map(str, managed)):
-        code = "import sys; print('3.%d' % sys.version_info.minor)"
-        answer = subprocess.run([path, "-I", "-c", code], capture_output=True, text=True, check=False)
-        if answer.returncode == 0:  # pyenv has a program for versions that are not active, too
-            found.setdefault(answer.stdout.strip(), path)
+    for name in (f"3.{minor}" for minor in MINORS):
+        named = shutil.which(f"python{name}")
+        if named is not None and Path(named).parent.name != "shims":  # pyenv has them for inactive versions, too
+            found.setdefault(name, named)
+        for managed in sorted(root.glob(f"{name}.*/bin/python{name}")):
+            found.setdefault(name, str(managed))
     return found
 
 

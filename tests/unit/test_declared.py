@@ -27,7 +27,7 @@ CORE = {normal(r) for r in PROJECT["dependencies"]}
 EXTRAS = {extra: {normal(r) for r in found} for extra, found in PROJECT["optional-dependencies"].items()}
 
 
-DISTRIBUTIONS = packages_distributions()
+distributions = cache(packages_distributions)
 
 
 @cache
@@ -52,7 +52,7 @@ def imported() -> dict[str, str]:
 def test_every_import_is_of_a_declared_dependency() -> None:
     declared = CORE.union(*EXTRAS.values(), {"py4j"})  # py4j: part of pyspark's interface
     for module, file in imported().items():
-        brought_by = {normal(d) for d in DISTRIBUTIONS.get(module, [module])}
+        brought_by = {normal(d) for d in distributions().get(module, [module])}
         assert brought_by & declared, f"{file} imports {module} of {sorted(brought_by)}, which pyproject.toml lacks"
 
 
@@ -60,7 +60,7 @@ def test_the_table_of_extras_is_that_of_the_project() -> None:
     for module, (distribution, extra) in EXTRA_OF.items():
         if module not in ("py4j",):
             assert normal(distribution) in EXTRAS[extra], module
-    optional = {m for m in imported() if {normal(d) for d in DISTRIBUTIONS.get(m, [])} - CORE}
+    optional = {m for m in imported() if {normal(d) for d in distributions().get(m, [])} - CORE}
     assert optional - {"delivered", "delivered_lab"} <= set(EXTRA_OF)
 
 
