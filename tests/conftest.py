@@ -19,6 +19,7 @@ import psutil
 import pytest
 from hypothesis import settings
 from tests.support.collecting import quick_collection
+from tests.support.grouped import GROUP, end_after, end_with_group
 from tests.support.servers import (
     Activemq,
     Kafka,
@@ -53,7 +54,7 @@ logging.getLogger("rocketmq-python-client").setLevel(logging.CRITICAL)
 SERVERS = ("rocketmq", "pulsar", "kafka", "mysql", "postgres", "rabbitmq", "activemq")
 FIRST = ("spark", "unit", "kafka", "mortal", "pulsar", "postgres", "mysql", "rabbitmq", "activemq", "s3", "rocketmq")
 """What `make test` starts first, by group or folder: the slowest tests, and those without servers while these are
-fetched. A server lives until its process ends: RocketMQ, which takes 7 % of a processor while idle, comes last."""
+fetched."""
 
 
 def _group(item: pytest.Item) -> str:
@@ -97,14 +98,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {name: at for at, name in enumerate(FIRST)}
     groups = {item: _group(item) for item in items}
     for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(getattr(pytest.mark, GROUP)(group))
     items.sort(key=lambda item: places.get(groups[item].partition("/")[0], len(places)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    end_after(item, nextitem)
 
 
 def _shared(kind: type[Server], name: str = "") -> Any:
     """One server for the whole session. Do not stop it: it is shared."""
 
-    def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    def start(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
+        if kind in (Kafka, Pulsar, Rocketmq):
+            end_with_group(request)
         folder = tmp_path_factory.mktemp(kind.system)
         server = kind.start(folder)
         yield server
@@ -183,7 +192,8 @@ rocketmq, new_rocketmq = _shared(Rocketmq), _own(Rocketmq)
 
 
 @pytest.fixture(scope="session")
-def _mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
+def _mortal(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Kafka]:
+    end_with_group(request)
     server = Kafka.start(tmp_path_factory.mktemp("mortal"))
     yield server
     server.end()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pyspark
 import pytest
 from benchmarks.cases import EARLIER_KAFKA_JARS, SPARK_KAFKA_JARS
+from tests.support.grouped import end_with_group
 
 from delivered.model.errors import DeliveredError
 from delivered_lab.brokers.servers import fetch_jars
@@ -37,9 +38,10 @@ def sparks_own_kafka(spark_kafka_jars: str) -> bool:
 
 
 @pytest.fixture(scope="session")
-def spark(spark_kafka_jars: str) -> Iterator[SparkSession]:
+def spark(spark_kafka_jars: str, request: pytest.FixtureRequest) -> Iterator[SparkSession]:
     from delivered.spark.session import session
 
+    end_with_group(request)
     made = session("tests", master="local[2]", conf={"spark.jars": spark_kafka_jars} if spark_kafka_jars else None)
     made.sparkContext.setLogLevel("ERROR")
     yield made
