@@ -72,12 +72,13 @@ class Kafka(Server):
     """
 
     system = "kafka"
-    # By default, expired transactions are aborted every ten seconds, and topics are compacted every fifteen.
-    # Retention goes by the records' timestamps: tests that write old ones would lose them at its next check.
+    # By default, expired transactions are aborted every ten seconds, and topics are compacted every fifteen; each look
+    # at hundreds of topics takes a while. Retention goes by the records' timestamps: tests that write old ones would
+    # lose them at its next check.
     quick: ClassVar = {
         "log.retention.ms": "-1",
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
-        "log.cleaner.backoff.ms": "200",
+        "log.cleaner.backoff.ms": "1000",
     }
     _names = itertools.count()
 
@@ -427,7 +428,11 @@ class Pulsar(Server):
     """
 
     system = "pulsar"
-    quick: ClassVar = {"journalSyncData": "false", "transactionCoordinatorEnabled": "true"}  # no plug is pulled
+    quick: ClassVar = {
+        "journalSyncData": "false",  # no plug is pulled
+        "transactionCoordinatorEnabled": "true",
+        "managedLedgerCacheEvictionIntervalMs": "1000",  # 10 ms by default: a tenth of its processor time
+    }
     heap_mb = 256
     _names = itertools.count()
 
@@ -611,6 +616,8 @@ class Rocketmq(Server):
         "transactionCheckInterval": "3600000",
         # 5.5.0 busy-loops forever this long after the last transaction ended (apache/rocketmq issue 10966).
         "transactionOpBatchInterval": "3600000",
+        # Each flush compares all of the timer wheel (37 MB): a fifth of its processor time.
+        "timerFlushIntervalMs": "600000",
     }
     _names = itertools.count()
 
