@@ -1,4 +1,5 @@
 """Compiles the package's C files. Without a compiler the package works as well: by numpy, and by librdkafka alone.
+Writes README into the package's metadata with links that a package index can show.
 
 With DELIVERED_PURE=1 nothing is compiled: the wheel for systems that no other wheel is for. `python hatch_build.py`
 compiles in place, for work on the C files, and renews an editable install's entry points.
@@ -7,6 +8,7 @@ compiles in place, for work on the C files, and renews an editable install's ent
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 SOURCES = (
     Path("src", "delivered", "model", "mix.c"),
@@ -44,6 +47,27 @@ class Native(BuildHookInterface):  # type: ignore[type-arg]
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"  # it knows nothing of Python
+
+
+class Description(MetadataHookInterface):
+    """The description on a package index: README, which links to files of the repository."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        text = Path(self.root, "README.md").read_text(encoding="utf-8")
+        source = metadata.get("urls", {}).get("Source", "")
+        metadata["readme"] = {"content-type": "text/markdown", "text": with_absolute_links(text, source)}
+
+
+_PICTURE = re.compile(r"^!\[([^\]]*)\]\((?!https:)([^)\s]+)\)\n", re.MULTILINE)
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https:)([^)\s]+)\)")
+
+
+def with_absolute_links(readme: str, source: str) -> str:
+    """README with links and pictures at `source`, the address of the repository; without one, with neither: relative
+    ones would lead nowhere."""
+    if not source:
+        return _LINK.sub(r"\1", _PICTURE.sub("", readme))
+    return _LINK.sub(rf"[\1]({source}/blob/HEAD/\2)", _PICTURE.sub(rf"![\1]({source}/raw/HEAD/\2)\n", readme))
 
 
 def compile_all(root: Path) -> str:

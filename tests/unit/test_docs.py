@@ -10,6 +10,7 @@ from docs import errors, notebook, screenshots
 from docs.generate import pages
 from docs.site import ROOT, is_searched, prose
 from docs.site import pages as pages_of_site
+from hatch_build import with_absolute_links
 
 
 def test_generated_pages_are_up_to_date() -> None:
@@ -117,6 +118,20 @@ def test_prose_is_wrapped() -> None:
         lines = "".join(part for part, is_prose in prose(text) if is_prose).splitlines()
         long += [f"{page}: {line}" for line in lines if len(line) > _COLUMNS_MAX and not line.lstrip().startswith("|")]
     assert long == []
+
+
+def test_links_of_readme_lead_somewhere_on_a_package_index() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    target = re.compile(r"\]\(([^)]*)\)")
+    at_source = with_absolute_links(readme, "https://example.org/delivered")
+    assert [t for t in target.findall(at_source) if not t.startswith("https://")] == []
+    assert len(target.findall(at_source)) == len(target.findall(readme))
+    assert "![A batch" in at_source
+    assert "(https://example.org/delivered/raw/HEAD/docs/protocol.svg)" in at_source
+    assert "[Tutorial](https://example.org/delivered/blob/HEAD/docs/tutorial.md)" in at_source
+    nowhere = with_absolute_links(readme, "")
+    assert [t for t in target.findall(nowhere) if not t.startswith("https://")] == []
+    assert "Tutorial · What a guarantee means" in nowhere
 
 
 def test_the_notebook_tells_the_tutorial() -> None:
