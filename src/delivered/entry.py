@@ -61,7 +61,7 @@ class Pipeline(Definition):
 
     def status(self) -> Status:
         """What `delivered status` shows: asked from checkpoint, ledger, sinks and sources, for 3 s at most. Never
-        raises for what does not answer: it is a problem of the status. Needs no Spark."""
+        raises if a server does not answer: the status then says so. Needs no Spark."""
         from delivered.operate.asking import status
 
         return status(self)
@@ -69,7 +69,7 @@ class Pipeline(Definition):
     def plan(
         self, spark: SparkSession | None = None, *, offline: bool = False, takeover: bool = False
     ) -> Plan | Refusal:
-        """What the pipeline will do and what its guarantee assumes; or why it cannot be given, and which one can.
+        """What the pipeline will do and what its guarantee assumes; or why it is refused, and which one is possible.
 
         Does not start Spark. Changes nothing in source, sink and checkpoint; a connector may create its ledger.
 
@@ -274,7 +274,7 @@ class Pipeline(Definition):
             keys: compare only a share of the keys: "1/1000", another one each time; "7/1000" or "#1/1000", this one.
                 Its seal is of that share.
             every: audit all sinks again and again, at this interval, on a thread of this process, until the result's
-                `stop()`: "15 min". An audit starts while the query is not behind, and never at once with another one.
+                `stop()`: "15 min". An audit starts only while the query is not behind and no other audit runs.
             share: of the time that these audits may take: "10 %".
 
         Raises:
@@ -310,7 +310,7 @@ class Pipeline(Definition):
         *,
         own: bool = False,
     ) -> ContinuousAudit:
-        """Audits beside a query of this process, not started yet: in this process, and in Spark what is for Spark.
+        """Audits that run beside a query of this process; not started yet. Spark runs what needs it.
 
         Args:
             sinks: default: all.

@@ -198,7 +198,7 @@ class Webhook:
 
 
 class Definition:
-    """Sources, a transform, sinks, and the guarantee between them. Making one asks nobody and imports nothing heavy.
+    """Sources, a transform, sinks, and the guarantee between them. Creating one contacts no server.
 
     Args:
         name: 1 to 64 letters, digits, '.', '_' or '-'; two pipelines that share a sink need two names.
@@ -206,9 +206,9 @@ class Definition:
         checkpoint: folder or URL where Spark keeps the query's progress.
         source, sinks: from `delivered.kafka`, `delivered.log`, `delivered.sqlite`, `delivered.endpoint`.
         sources: instead of `source`, by name: {"orders": delivered.kafka(...), "payments": ...}.
-        dedup: from `delivered.dedup`: which repeats in the source are dropped, before the transform.
+        dedup: from `delivered.dedup`: which duplicates in the source are dropped, before the transform.
         transform: SQL over the view `source`; or a function DataFrame -> DataFrame; or `delivered.arrow(...)`, the
-            fast way; or `delivered.transform(...)`, to declare what is known of it; None: records go through. With
+            fastest; or `delivered.transform(...)`, to declare its properties; None: records are not changed. With
             `sources`, SQL over their names, or a function with a parameter for each: `def paid(orders, payments)`.
         output_mode: what a batch of a query that keeps state delivers. "append": rows that are final; "update": rows
             that changed: upserts into tables, by `keyColumns` or else the columns of the SQL's GROUP BY, and records to
@@ -221,11 +221,11 @@ class Definition:
         new_checkpoint: start over although an earlier checkpoint wrote to this sink.
         missing_ledger: continue although the ledger lacks batches of this checkpoint.
         new_target: continue although a sink's topic or table was dropped and recreated.
-        lost_records: give up what a decided batch held, and sink and source have no more.
-        on_bad_row: of a row that a sink refuses for itself, or for which the function of `delivered.arrow` raises, and
-            of a record that cannot be decoded: "fail"; "dead_letter": it goes to that sink, in the same batch; "drop":
-            it is dropped and counted as given up, at_most_once only.
-        dead_letter: the sink of such rows.
+        lost_records: give up records of a decided batch that neither the sink nor the source still has.
+        on_bad_row: for a row that a sink rejects, or for which the function of `delivered.arrow` raises, and for a
+            record that cannot be decoded: "fail"; "dead_letter": it goes to that sink, in the same batch; "drop": it
+            is dropped and counted as given up, at_most_once only.
+        dead_letter: the sink for dead letters.
         lineage: send OpenLineage events, to where OPENLINEAGE_URL or openlineage.yml says.
         notify: where `delivered run` and `delivered watch` report problems: {"webhook": "env:URL", "format": "slack"};
             formats json, slack, teams and pagerduty, which takes a "key".
@@ -311,7 +311,7 @@ class Definition:
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
-        """Read a YAML file. What `overrides` names ("source.maxOffsetsPerTrigger") stands above environment and file.
+        """Read a YAML file. Keys of `overrides` ("source.maxOffsetsPerTrigger") win over environment and file.
 
         Raises:
             UsageError: every fault of the file, with its line and key.
