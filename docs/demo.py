@@ -54,7 +54,8 @@ def draw(results: list[dict[str, Any]]) -> None:
             legend=alt.Legend(title=None, orient="bottom", labelFontSize=13, columnPadding=20),
         ),
     )
-    line = alt.Chart(alt.Data(values=[{"at": sent}])).mark_rule(strokeDash=[4, 3]).encode(x=alt.X("at:Q", scale=scale))
+    line = alt.Chart(alt.Data(values=[{"guarantee": r["guarantee"], "at": sent} for r in results]))
+    line = line.mark_tick(color="black", thickness=2, size=30, yOffset=12).encode(y=y, x=alt.X("at:Q", scale=scale))
     words = alt.Chart(alt.Data(values=labels)).mark_text(align="left", dy=-12, fontSize=14)
     words = words.encode(y=y, x=alt.X("at:Q", scale=scale), text="text:N")
     title = alt.TitleParams(
