@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.steps import ROLE_OF_STEP, Role
+
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.crash import CRASH, CRASH_DIR
-from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
+from delivered.model.step import Moment, StepId
 from delivered_lab.supervisor import hits, release
 
 MESSAGES = 3_000

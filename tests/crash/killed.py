@@ -14,12 +14,13 @@ from typing import Any
 
 from tests.support.embedded_pipeline import PIPELINE, TABLE
 from tests.support.scans import scanned
+from tests.support.steps import ROLE_OF_STEP, Role
 from tests.support.zygote import Child, Zygote
 
 from delivered.connectors.sqlite import CONNECTOR
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.identity import Scope
-from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
+from delivered.model.step import Moment, StepId
 from delivered.model.work import Decision, Ok
 
 RECORDS = 1_000

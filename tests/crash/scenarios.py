@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from tests.crash.group_sim import GroupSim
 from tests.crash.sim import END, Crash, Sim, points, role
+from tests.support.steps import Role
 
 from delivered.model.capability import Commit, Guarantee
-from delivered.model.step import Role
 
 NTH_MAX = 40
 """Never reached: the search for the n-th occurrence ends with the first one not hit."""

@@ -26,6 +26,7 @@ from typing import TypeVar
 import pyarrow as pa
 from tests.support.memory import CONNECTOR
 from tests.support.memory.world import ROWS, Answer, State, make_world
+from tests.support.steps import ROLE_OF_STEP, Role
 
 from delivered.engine.arbiter import Grants
 from delivered.engine.context import Context
@@ -38,7 +39,7 @@ from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.identity import Scope
 from delivered.model.rows import Rows
-from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
+from delivered.model.step import Moment, StepId
 from delivered.model.work import Arbiter, BatchPlan, CheckpointView, Decision, Owner, ShardMessage, Tolerance
 from delivered.planner import CheckpointFacts, Plan, Request, SinkFacts, SourceFacts, make_plan
 

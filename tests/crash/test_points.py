@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.crash.scenarios import CASES, NTH_MAX, Scenario, expected_points, judge, pairs, single
 from tests.crash.sim import HOWS, points, role
+from tests.support.steps import Role
 from tests.support.sweeps import occurrences, sweep
 
 from delivered.model.capability import Commit, Guarantee
-from delivered.model.step import Role
 
 
 @occurrences(NTH_MAX)

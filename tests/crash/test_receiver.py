@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 from tests.crash.receiver_process import PER_APPEND, Spool
+from tests.support.steps import ROLE_OF_STEP, Role
 from tests.support.sweeps import sweep
 
 from delivered.connectors.log import CONNECTOR
 from delivered.crash import CRASH, CRASH_DIR
-from delivered.model.step import ROLE_OF_STEP, Moment, Role
+from delivered.model.step import Moment
 from delivered_lab.supervisor import hits, release
 
 MESSAGES = 400

@@ -11,11 +11,11 @@ import pytest
 from tests.crash.group_sim import LAST_RESOURCE, GroupSim
 from tests.crash.scenarios import Crash
 from tests.crash.sim import Checkpoint, Sim, again, codes, other_rows
+from tests.support.steps import ROLE_OF_STEP, Role
 from tests.support.sweeps import sweep
 
 from delivered.engine import decide
 from delivered.model.capability import Commit, Guarantee
-from delivered.model.step import ROLE_OF_STEP, Role
 from delivered.model.work import Tolerance
 
 POINTS = [

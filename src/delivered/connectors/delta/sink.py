@@ -41,7 +41,7 @@ from delivered.kits.table.target import FileTableSink, Nowhere, but_missing, tri
 from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.identity import Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.ranges import check, first_of, fitted
+from delivered.model.ranges import check, fitted
 from delivered.model.work import Outcome
 
 
@@ -54,17 +54,16 @@ class DeltaSink(FileTableSink):
         __package__,
         check="target:check",
         ready="target:ready",
-        table_check="target:table_check",
+        open_table="client:open_table",
+        compare="target:compare",
+        check_created="target:check_created",
+        unstorable_parts="target:unstorable_parts",
         writer="sink:writer",
         trial="sink:DeltaTrial",
         scan="scan:DeltaScan",
         store="store:DeltaStore",
         committer="store:DeltaCommitter",
     )
-
-    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        reasons, parts = super().invalid_rows(batch), unstorable_parts(self.options.partition_by or (), batch)
-        return first_of(reasons, parts)
 
     def capability(self) -> SinkCapability:
         return SinkCapability(

@@ -6,8 +6,7 @@ import datetime as dt
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -26,7 +25,7 @@ from delivered.connectors.delta.client import (
     require_table,
     sync_versions,
 )
-from delivered.kits.sql.table import stored_columns, untyped
+from delivered.kits.sql.table import untyped
 from delivered.kits.table import target
 from delivered.kits.table.target import TableTypes, canonical
 from delivered.model.capability import APPEND
@@ -117,22 +116,6 @@ def ready(options: DeltaOptions, schema: pa.Schema) -> None:
     missing = compare(options, table, schema, adds=True)
     if missing:
         _add_columns(options, table, missing)
-
-
-def table_check(options: DeltaOptions) -> Callable[[pa.Schema], None] | None:
-    """See `delivered.contract.sink.Sink.target_check`."""
-    table = open_table(options)
-    if table is None:
-        return partial(_check_new, options) if options.create else None
-    return partial(_check_table, options, table)
-
-
-def _check_new(options: DeltaOptions, schema: pa.Schema) -> None:
-    _check_created(options, target.comparable(TYPES, stored_columns(options.write, schema)))
-
-
-def _check_table(options: DeltaOptions, table: Any, schema: pa.Schema) -> None:
-    compare(options, table, target.comparable(TYPES, stored_columns(options.write, schema)), adds=True)
 
 
 def check(options: DeltaOptions) -> None:
@@ -229,7 +212,7 @@ def _null(options: DeltaOptions, column: str, row: int, file: DataFile) -> BadRe
 def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
     if not options.create:
         return require_table(options)
-    _check_created(options, schema)
+    check_created(options, schema)
     deltalake = delta()
     with explained(options):
         try:
@@ -245,7 +228,7 @@ def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
         return require_table(options)
 
 
-def _check_created(options: DeltaOptions, schema: pa.Schema) -> None:
+def check_created(options: DeltaOptions, schema: pa.Schema) -> None:
     """Raises UsageError: no table can be created for rows of this schema; unknown types are not judged."""
     partitions = options.partition_by or ()
     for name in partitions:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.client import need
-from delivered.connectors.iceberg.target import TYPES, unstorable_parts
+from delivered.connectors.iceberg.target import TYPES
 from delivered.contract.sink import Parts
 from delivered.kits.table.target import FileTableSink
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.ranges import first_of
 
 _BACKUP = "catalog and table are backed up and restored together"
 _CATALOG = "the catalog commits by compare-and-swap, and always returns the last committed state"
@@ -29,17 +26,16 @@ class IcebergSink(FileTableSink):
         needs=need,
         check="target:check",
         ready="target:ready",
-        table_check="target:table_check",
+        open_table="client:open_table",
+        compare="target:compare",
+        check_created="target:check_created",
+        unstorable_parts="target:unstorable_parts",
         writer="writer:writer",
         trial="writer:IcebergTrial",
         scan="scan:IcebergScan",
         store="store:IcebergStore",
         committer="store:IcebergCommitter",
     )
-
-    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        reasons, parts = super().invalid_rows(batch), unstorable_parts(self.options.partition_by or (), batch)
-        return first_of(reasons, parts)
 
     def capability(self) -> SinkCapability:
         return SinkCapability(

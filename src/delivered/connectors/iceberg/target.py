@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -37,7 +36,6 @@ from delivered.connectors.iceberg.client import (
     require_table,
     store,
 )
-from delivered.kits.sql.table import stored_columns
 from delivered.kits.table import target
 from delivered.model.errors import UsageError
 from delivered.model.ranges import RANGES, because, first_of, unstorable
@@ -216,22 +214,6 @@ def ready(options: IcebergOptions, schema: pa.Schema) -> None:
         compare(options, require_table(options), schema)
 
 
-def table_check(options: IcebergOptions) -> Callable[[pa.Schema], None] | None:
-    """See `delivered.contract.sink.Sink.target_check`."""
-    table = open_table(options)
-    if table is None:
-        return partial(_check_new, options) if options.create else None
-    return partial(_check_table, options, table)
-
-
-def _check_new(options: IcebergOptions, schema: pa.Schema) -> None:
-    _check_partitions(options, target.comparable(TYPES, stored_columns(options.write, schema)))
-
-
-def _check_table(options: IcebergOptions, table: Any, schema: pa.Schema) -> None:
-    compare(options, table, target.comparable(TYPES, stored_columns(options.write, schema)), adds=True)
-
-
 def check(options: IcebergOptions) -> None:
     """Raise if this table cannot be written. Writes and deletes a small file next to its data."""
     catalog(options)
@@ -345,7 +327,7 @@ def _spec(options: IcebergOptions, schema: pa.Schema, columns: Any) -> Any:
     from pyiceberg.partitioning import PARTITION_FIELD_ID_START, PartitionField, PartitionSpec
     from pyiceberg.transforms import parse_transform
 
-    _check_partitions(options, schema)
+    check_created(options, schema)
     fields = []
     for number, part in enumerate(options.partition_by or ()):
         fields.append(
@@ -359,7 +341,7 @@ def _spec(options: IcebergOptions, schema: pa.Schema, columns: Any) -> Any:
     return PartitionSpec(*fields)
 
 
-def _check_partitions(options: IcebergOptions, schema: pa.Schema) -> None:
+def check_created(options: IcebergOptions, schema: pa.Schema) -> None:
     """Raises UsageError: no table can be partitioned so for rows of this schema; unknown types are not judged."""
     for part in options.partition_by or ():
         kind = schema.field(part.column).type if part.column in schema.names else None

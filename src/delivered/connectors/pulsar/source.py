@@ -278,9 +278,6 @@ class PulsarDriver(SourceDriver):
             # Progress is in the checkpoint. The next batch moves the cursor again.
             log.warning("the subscription %r was not moved: %s", self._options.subscription, error)
 
-    def close(self) -> None:
-        """Nothing is open."""
-
     def _hold(self, at: Mapping[Partition, Position]) -> None:
         """Advance the subscription, so that messages after these positions are retained."""
         name = self._options.subscription

@@ -479,12 +479,6 @@ class StreamDriver(SourceDriver):
                 )
         return start, end
 
-    def acknowledge(self, end: Offsets) -> None:
-        """Streams need no acknowledgement."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
     def _resolve(self, option: str, where: Where) -> Offsets:
         streams = self._options.streams
         if isinstance(where, dict):

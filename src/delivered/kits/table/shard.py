@@ -518,9 +518,6 @@ class StagedFilesCommitter(Committer):
         target = self._target()
         return {} if target is None else {self._scope.sink: target}
 
-    def close(self) -> None:
-        """Nothing to close."""
-
 
 def unlink_others(paths: Iterable[Path], keep: Collection[str]) -> int:
     """Delete the files whose names are not in `keep`; return how many."""

@@ -26,6 +26,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -51,15 +52,28 @@ _trials: WarmClients[Trial] = WarmClients(4)
 
 
 class FileTableSink(TableSink):
+    types: ClassVar[TableTypes]
+
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
         return preflight(self.options, guarantee, lambda: self.parts["check"](self.options))
 
     def target_check(self) -> Callable[[pa.Schema], None] | None:
-        check: Callable[[pa.Schema], None] | None = self.parts["table_check"](self.options)
-        return check
+        table = self.parts["open_table"](self.options)
+        return None if table is None and not self.options.create else partial(self._check_columns, table)
+
+    def _check_columns(self, table: Any | None, schema: pa.Schema) -> None:
+        columns = comparable(self.types, stored_columns(self.options.write, schema))
+        if table is None:
+            self.parts["check_created"](self.options, columns)
+        else:
+            self.parts["compare"](self.options, table, columns, adds=True)
 
     def ready_target(self, schema: pa.Schema) -> None:
         self.parts["ready"](self.options, stored_columns(self.options.write, schema))
+
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        parts = self.parts["unstorable_parts"](self.options.partition_by or (), batch)
+        return first_of(super().invalid_rows(batch), parts)
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         key = (self.options, batch.schema, int(time.monotonic() // TRIAL_AGE_S))
