@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from delivered.checkpoint.history import records_since
 from delivered.model.errors import DeliveredError, extra
 from delivered.model.options import check_http_url
 from delivered.model.secrets import plain, without_passwords
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FAILURE_LENGTH_MAX = 4_000
+_RUNNING_EVERY_S = 60.0
 
 
 class Lineage:
@@ -45,13 +48,20 @@ class Lineage:
         self._columns = columns
         self._job = pipeline.name + job
         self._version = _version_of("delivered")
+        self._began_ms, self._reported_s = time.time_ns() // 1_000_000, time.monotonic()
 
     def started(self) -> None:
         self._send("START")
 
-    def running(self, written: Mapping[str, int]) -> None:
-        """`written`: records since the run's start, by sink."""
-        self._send("RUNNING", written)
+    def progressed(self) -> None:
+        """A batch ended: an event at most every minute."""
+        if time.monotonic() - self._reported_s >= _RUNNING_EVERY_S:
+            self._reported_s = time.monotonic()
+            self._send("RUNNING", self.written())
+
+    def written(self) -> dict[str, int]:
+        """Records by sink since the run's start, as far as the checkpoint's history goes back."""
+        return records_since(self._pipeline.checkpoint, self._began_ms)
 
     def ended(self, written: Mapping[str, int], failure: str | None) -> None:
         self._send("COMPLETE" if failure is None else "FAIL", written, failure)

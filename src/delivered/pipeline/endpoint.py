@@ -209,6 +209,12 @@ class Endpoint:
         return " ".join([self.system, *shown, *([by_name["table"]] if "table" in by_name else [])])
 
     @property
+    def description(self) -> str:
+        """In Spark's reports, as Spark describes its own: "delivered_kafka[orders]"."""
+        system, _, rest = self.label.partition(" ")
+        return f"{PREFIX}{system}[{rest}]"
+
+    @property
     def sink_name(self) -> str:
         """Of a sink, in its pipeline: as given, or the connector's default. Raises as `sink`."""
         return self.name or self.sink().name

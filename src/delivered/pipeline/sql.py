@@ -171,6 +171,27 @@ def check_sql(sql: str, sources: Mapping[str, pa.Schema], *, builtin: bool, plac
     return facts
 
 
+def invalid_sql(
+    sql: str, sources: Mapping[str, pa.Schema], reason: str, *, place: tuple[int, int] | None, suggested: str
+) -> UsageError:
+    """What Spark refuses.
+
+    Args:
+        place: line and position, from 1; None: unknown.
+        suggested: columns, with commas; empty: none.
+    """
+    where = f" (line {place[0]}, position {place[1]} of {sql.strip()!r})" if place else f" ({sql.strip()!r})"
+    views = "; ".join(f"the view `{n}` has the columns {', '.join(s.names)}" for n, s in sources.items())
+    return UsageError(
+        "SQL_INVALID.NEAR" if suggested else "SQL_INVALID.OTHER",
+        sources="sources" if len(sources) > 1 else "source",
+        text=reason,
+        where=where,
+        suggested=suggested,
+        views=views,
+    )
+
+
 @cache
 def _spark_version() -> tuple[int, ...]:
     try:

@@ -3,16 +3,19 @@ start before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 from delivered.checkpoint import sidecar
-from delivered.checkpoint.folder import is_done, read_logged
+from delivered.checkpoint.folder import is_done, read_logged, recall
 from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets, Source
-from delivered.model.errors import UsageError
+from delivered.model.errors import Refused, UsageError
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.registry import PREFIX
+from delivered.pipeline.spec import Reading
 
 
 def record_sources(pipeline: Definition, endpoints: Mapping[str, Endpoint]) -> dict[str, Source | None]:
@@ -39,6 +42,31 @@ def record_query(pipeline: Definition) -> None:
     sidecar.keep_dedup(pipeline.checkpoint, pipeline.dedup, fresh=fresh, sink=sinks.decider.name)
     sidecar.keep_removed(pipeline.checkpoint, pipeline.sources)
     sidecar.keep_decider(pipeline.checkpoint, sinks.decider.name, several=len(sinks.members) > 1)
+
+
+def read_to_its_end(
+    sources: Sequence[tuple[str, Mapping[str, str]]], checkpoint: str | None, version: str
+) -> Reading | None:
+    """How the source of an available-now query of the Spark idiom is read, on a Spark that ends it after one batch, if
+    the source limits the size of one. None: one batch is all, whatever is there.
+
+    Args:
+        sources: format and options of each.
+        version: of that Spark.
+
+    Raises:
+        Refused: there are several sources.
+    """
+    for name, options in sources:
+        if not name.startswith(PREFIX):
+            continue
+        reading, own = Reading.parse(options)
+        if (rows := Endpoint(name, own).source().rows_per_batch_max) is not None:
+            if len(sources) > 1:
+                raise Refused("AVAILABLE_NOW_LIMIT", version=version, source=name, rows=rows)
+            at = reading.checkpoint or checkpoint
+            return replace(reading, checkpoint=at, ends=True, store=recall(at or ""))
+    return None
 
 
 # The registered schemas that a pipeline's sources are read with, and its sinks written with.

@@ -28,6 +28,7 @@ from delivered.pipeline.columns import check_analysed
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.pipeline.spec import Sender
+from delivered.pipeline.sql import invalid_sql
 from delivered.spark import parsed
 from delivered.spark.compat import LOCAL_SOCKETS
 from delivered.spark.internals import (
@@ -143,22 +144,10 @@ def _results(
             schemas = [to_arrow(f.schema) for f in frames]
             return schemas, is_deterministic(frame)
     except (AnalysisException, ParseException) as error:
-        raise _invalid(error, pipeline.transform.sql, sources) from None
-
-
-def _invalid(error: Any, sql: str, sources: Mapping[str, pa.Schema]) -> UsageError:
-    problem = sql_error(error)
-    line, position = problem.place or (0, 0)
-    where = f" (line {line}, position {position} of {sql.strip()!r})" if line else f" ({sql.strip()!r})"
-    views = "; ".join(f"the view `{n}` has the columns {', '.join(s.names)}" for n, s in sources.items())
-    return UsageError(
-        "SQL_INVALID.NEAR" if problem.suggested else "SQL_INVALID.OTHER",
-        sources="sources" if len(sources) > 1 else "source",
-        text=problem.text,
-        where=where,
-        suggested=problem.suggested,
-        views=views,
-    )
+        problem = sql_error(error)
+        raise invalid_sql(
+            pipeline.transform.sql, sources, problem.text, place=problem.place, suggested=problem.suggested
+        ) from None
 
 
 def checkpoint_store(spark: SparkSession, location: str) -> Store:

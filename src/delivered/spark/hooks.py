@@ -26,12 +26,11 @@ import json
 import logging
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from delivered.checkpoint.folder import Store, recall
+from delivered.checkpoint.folder import Store
 from delivered.model.errors import Refused
 from delivered.model.options import find_option
 from delivered.model.translate import from_our_code, translated, worker_death
@@ -39,6 +38,7 @@ from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import check_sources
 from delivered.pipeline.registry import PREFIX, connector
 from delivered.pipeline.spec import CHECKPOINT, OPTION, Envelope, IdiomStart, Reading, StartCheck
+from delivered.pipeline.start import read_to_its_end
 from delivered.source import spark_metrics
 from delivered.spark import internals
 from delivered.spark.check import check_executors, checkpoint_store
@@ -257,7 +257,10 @@ def _write(writer: Any) -> StreamWrite | None:
 def _sources(writer: Any) -> tuple[str, ...]:
     """Display names; empty if they are not accessible."""
     try:
-        return tuple(_described(*source) for source in internals.stream_sources(writer))
+        return tuple(
+            Endpoint(name, options).description if name.startswith(PREFIX) else name
+            for name, options in internals.stream_sources(writer)
+        )
     except Exception as error:
         log.debug("cannot read the sources of a query: %s", error)
         return ()
@@ -308,22 +311,11 @@ def _read_to_its_end(writer: Any, write: StreamWrite) -> bool:
     """
     if ADMITS or not write.available_now:
         return False
-    sources = internals.stream_sources(writer)
-    for name, options in sources:
-        if not name.startswith(PREFIX):
-            continue
-        reading, own = Reading.parse(options)
-        if (rows := Endpoint(name, own).source().rows_per_batch_max) is not None:
-            if len(sources) > 1:
-                raise Refused("AVAILABLE_NOW_LIMIT", version=session_of(writer).version, source=name, rows=rows)
-            checkpoint = reading.checkpoint or find_option(write.options, CHECKPOINT)
-            internals.set_source_option(
-                writer,
-                OPTION,
-                Envelope(replace(reading, checkpoint=checkpoint, ends=True, store=recall(checkpoint or ""))).encode(),
-            )
-            return True
-    return False
+    checkpoint = find_option(write.options, CHECKPOINT)
+    reading = read_to_its_end(internals.stream_sources(writer), checkpoint, session_of(writer).version)
+    if reading is not None:
+        internals.set_source_option(writer, OPTION, Envelope(reading).encode())
+    return reading is not None
 
 
 def _pass_checkpoint(writer: Any, write: StreamWrite, store: Store) -> None:
@@ -362,11 +354,3 @@ def _with_lag(original: Callable[..., None]) -> Callable[..., None]:
                     source["description"] = names[number]
 
     return init
-
-
-def _described(name: str, options: Mapping[str, str]) -> str:
-    """A source's name for display: "delivered_kafka[orders]"."""
-    if not name.startswith(PREFIX):
-        return name
-    system, _, rest = Endpoint(name, options).label.partition(" ")
-    return f"{PREFIX}{system}[{rest}]"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
     from pyspark.sql.types import StructType
 
-_RUNNING_EVERY_S = 60.0
 _REPORTS = 100
 """Batches that may end until Spark reports one: its events arrive later, on a thread of their own."""
 
@@ -93,22 +91,11 @@ class QueryMetrics(StreamingQueryListener):
         yield from query_families(totals, newest)
 
 
-@dataclass
-class _Run:
-    lineage: Lineage
-    checkpoint: str
-    began_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
-    reported_at: float = field(default_factory=time.monotonic)
-
-    def written(self) -> dict[str, int]:
-        return records_since(self.checkpoint, self.began_ms)
-
-
 class _Listener(StreamingQueryListener):
     """Of a session: the runs that `follow` added, by run id."""
 
     def __init__(self) -> None:
-        self.runs: dict[str, _Run] = {}
+        self.runs: dict[str, Lineage] = {}
         self._lock = Lock()
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802
@@ -116,9 +103,8 @@ class _Listener(StreamingQueryListener):
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802
         run = self.runs.get(str(event.progress.runId))
-        if run is not None and time.monotonic() - run.reported_at >= _RUNNING_EVERY_S:
-            run.reported_at = time.monotonic()
-            run.lineage.running(run.written())
+        if run is not None:
+            run.progressed()
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802
         self.end(str(event.runId), event.exception)
@@ -127,7 +113,7 @@ class _Listener(StreamingQueryListener):
         with self._lock:
             run = self.runs.pop(run_id, None)
         if run is not None:
-            run.lineage.ended(run.written(), failure)
+            run.ended(run.written(), failure)
 
 
 _listeners: WeakKeyDictionary[SparkSession, _Listener] = WeakKeyDictionary()
@@ -139,8 +125,8 @@ def follow(spark: SparkSession, query: StreamingQuery, pipeline: Definition, col
     Args:
         columns: of the sink; None: not known."""
     rows = to_arrow(columns) if columns is not None else None
-    run = _Run(Lineage(pipeline, str(query.runId), rows), pipeline.checkpoint)
-    run.lineage.started()
+    run = Lineage(pipeline, str(query.runId), rows)
+    run.started()
     if spark not in _listeners:
         _listeners[spark] = _Listener()
         spark.streams.addListener(_listeners[spark])
