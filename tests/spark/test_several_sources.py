@@ -79,7 +79,7 @@ def rows(folder: Path) -> Counter[tuple[str, str]]:
         return Counter(connection.execute("SELECT id, kind FROM shop"))
 
 
-EARLIER = "from delivered.spark import start; start.cannot_restart = lambda *_: None; "
+EARLIER = "from delivered.spark import start; start.unfit_version = lambda *_: None; "
 """Before the job: what an earlier version did not check."""
 
 

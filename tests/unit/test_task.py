@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
+
+from tests.support.interpreter import fresh
+
+import delivered
+from delivered.connectors.log import CONNECTOR as LOG
+from delivered.connectors.memory import CONNECTOR as MEMORY
+from delivered.model.identity import Scope
+from delivered.spark.internals import dumps
+from delivered.spark.rows import Failing, apply_transform
+from delivered.spark.task import DedupTask
 
 _IMPORTED = """
 import gc
@@ -24,3 +35,21 @@ def test_what_a_task_imported_is_spared_the_collection_after_the_next_one() -> N
     seen, imported, left = map(int, told.stdout.split())
     assert imported > seen + 5_000
     assert left < seen + 500
+
+
+def test_a_task_of_a_dedup_or_a_transform_loads_no_pipeline() -> None:
+    sent = []
+
+    class Frame:
+        def mapInArrow(self, task: Any, _: Any) -> None:  # noqa: N802
+            sent.append(dumps(task))
+
+    source = LOG.source({"path": "/nowhere"})
+    transform = apply_transform(delivered.arrow(lambda rows: rows), None, {"source": source}, failing=Failing.KEEP)  # type: ignore[arg-type]
+    transform({"source": Frame()})  # type: ignore[dict-item]
+    sent.append(dumps(DedupTask(MEMORY.sink({"world": "w"}), Scope("p", "s", "i"), 1)))
+    for task in sent:
+        loaded = fresh("import pyspark.cloudpickle, sys; pyspark.cloudpickle.loads(bytes.fromhex(sys.argv[1]))", task)
+        ours = {m.split(".")[1] for m in loaded if m.startswith("delivered.")}
+        assert ours <= {"model", "contract", "engine", "connectors", "spark", "ledger", "kits", "source"}
+        assert "delivered.spark.rows" not in loaded

@@ -12,8 +12,7 @@ It looks up which keys earlier batches delivered, records the new ones, and pass
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +21,18 @@ from pyspark.errors import AnalysisException, ParseException
 
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
-from delivered.engine.keys import HELPERS, KEY, TIE, drop_seen
+from delivered.engine.keys import HELPERS, KEY, TIE
 from delivered.engine.sinks import Columns
 from delivered.engine.transform import ArrowTransform, decode, encode, run_isolated, with_rejected
 from delivered.model.dedup import Dedup
-from delivered.model.errors import InvariantBroken, UsageError
+from delivered.model.errors import UsageError
 from delivered.model.identity import Scope
 from delivered.model.ranges import backquoted
 from delivered.pipeline.dedup import ALONE, TIME, alone_sql, helper_columns, key_columns, key_sql, seen_sql
 from delivered.pipeline.endpoint import Projection, plan_routes
 from delivered.pipeline.transform import Transform
 from delivered.spark.internals import from_arrow, pickle_by_value, to_arrow
-from delivered.spark.task import arm, running_batch, running_task
+from delivered.spark.task import DedupTask
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -116,20 +115,20 @@ def _only(frames: Mapping[str, DataFrame]) -> DataFrame:
 def _map_in_arrow(
     transform: ArrowTransform, source: Source | None, failing: Failing
 ) -> Callable[[Mapping[str, DataFrame]], DataFrame]:
-    failing = failing if transform.function is not None else Failing.FAIL
+    isolates = transform.function is not None and failing is not Failing.FAIL
 
     def apply(frames: Mapping[str, DataFrame]) -> DataFrame:
         frame = _only(frames)
         rows = source.schema() if source is not None else to_arrow(frame.schema)
         columns = transform(pa.RecordBatch.from_pylist([], schema=rows)).schema
-        schema = with_rejected(columns) if failing is Failing.KEEP else columns
+        schema = with_rejected(columns) if isolates and failing is Failing.KEEP else columns
 
         def each(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
-                if failing is Failing.FAIL:
-                    yield transform(batch)
-                else:
+                if isolates:
                     yield from (encode(part, schema) for part in run_isolated(transform, decode(batch), columns))
+                else:
+                    yield transform(batch)
 
         return frame.mapInArrow(each, from_arrow(schema))
 
@@ -227,22 +226,5 @@ def without_seen_repeats(frame: DataFrame, dedup: Dedup, sink: Sink, scope: Scop
     # Records without a key are never duplicates, so they can go to any partition.
     meeting = keyed.selectExpr("*", f"coalesce({KEY}, unhex(hex({TIE}))) AS __delivered_seen_meet")
     meeting = meeting.repartition(shards, "__delivered_seen_meet").drop("__delivered_seen_meet")
-    task = _Task(sink, scope, dedup.within_ms * 1_000)
+    task = DedupTask(sink, scope, dedup.within_ms * 1_000)
     return meeting.select(*columns, *HELPERS).mapInArrow(task, frame.schema)
-
-
-@dataclass(frozen=True)
-class _Task:
-    """Picklable; holds no connection."""
-
-    sink: Sink
-    scope: Scope
-    within_us: int
-
-    def __call__(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        arm(self.scope.pipeline)
-        query, batch = running_batch(running_task())
-        if batch is None or query is None:
-            raise InvariantBroken("NO_TASK.DEDUP")
-        with closing(self.sink.key_memory(replace(self.scope, incarnation=query))) as memory:
-            yield from drop_seen(memory, int(batch), self.within_us, rows)

@@ -1,16 +1,27 @@
-"""Set-up of a process that works for a query: crash points and warnings; the running task and its batch."""
+"""Set-up of a process that works for a query: crash points and warnings; the running task and its batch; the task of a
+dedup."""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from pyspark import TaskContext
 
 from delivered.model.errors import InvariantBroken
 from delivered.model.step import show_warnings, work_for
 from delivered.spark.internals import BATCH_ID, QUERY_ID
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from delivered.contract.sink import Sink
+    from delivered.model.identity import Scope
 
 _armed = False
 _modules_frozen = 0
@@ -60,6 +71,25 @@ def running_task() -> TaskContext:
 def running_batch(task: TaskContext) -> tuple[str | None, str | None]:
     """Query and batch of a task; None outside a stream."""
     return task.getLocalProperty(QUERY_ID), task.getLocalProperty(BATCH_ID)
+
+
+@dataclass(frozen=True)
+class DedupTask:
+    """Drops duplicates in a task, by a key table. Picklable; holds no connection."""
+
+    sink: Sink
+    scope: Scope
+    within_us: int
+
+    def __call__(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from delivered.engine.keys import drop_seen  # other tasks do not load it
+
+        arm(self.scope.pipeline)
+        query, batch = running_batch(running_task())
+        if batch is None or query is None:
+            raise InvariantBroken("NO_TASK.DEDUP")
+        with closing(self.sink.key_memory(replace(self.scope, incarnation=query))) as memory:
+            yield from drop_seen(memory, int(batch), self.within_us, rows)
 
 
 def _spare_the_collector() -> None:
