@@ -10,7 +10,7 @@ from tests.support.interpreter import fresh
 
 import delivered
 from delivered.connectors.log import CONNECTOR as LOG
-from delivered.connectors.memory import CONNECTOR as MEMORY
+from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.model.identity import Scope
 from delivered.spark.internals import dumps
 from delivered.spark.rows import Failing, apply_transform
@@ -47,7 +47,7 @@ def test_a_task_of_a_dedup_or_a_transform_loads_no_pipeline() -> None:
     source = LOG.source({"path": "/nowhere"})
     transform = apply_transform(delivered.arrow(lambda rows: rows), None, {"source": source}, failing=Failing.KEEP)  # type: ignore[arg-type]
     transform({"source": Frame()})  # type: ignore[dict-item]
-    sent.append(dumps(DedupTask(MEMORY.sink({"world": "w"}), Scope("p", "s", "i"), 1)))
+    sent.append(dumps(DedupTask(SQLITE.sink({"path": "/nowhere", "table": "t"}), Scope("p", "s", "i"), 1)))
     for task in sent:
         loaded = fresh("import pyspark.cloudpickle, sys; pyspark.cloudpickle.loads(bytes.fromhex(sys.argv[1]))", task)
         ours = {m.split(".")[1] for m in loaded if m.startswith("delivered.")}
