@@ -168,7 +168,7 @@ def test_what_is_named_wrong_is_refused_before_the_start(tmp_path: Path) -> None
 def test_a_catalog_that_does_not_answer_is_told(tmp_path: Path) -> None:
     sink = CONNECTOR.sink({"table": NAME, "catalog.uri": "http://127.0.0.1:9"})
     [found] = sink.preflight(EXACT)
-    assert found.code == "TABLE_UNREACHABLE"
+    assert found.code == "STORAGE_UNREACHABLE"
     assert found.refuses
 
 

@@ -29,7 +29,7 @@ from urllib.parse import quote, urlsplit
 
 from pyarrow import fs
 
-from delivered.kits.table.store import put, put_first, sync
+from delivered.kits.table.store import find_outage, put, put_first, sync
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable
 from delivered.model.identity import SOURCE
 from delivered.model.limits import CONNECT_TIMEOUT_S, OFFSETS_BYTES_MAX
@@ -304,7 +304,9 @@ def open_folder(location: str) -> tuple[fs.FileSystem, str]:
     except DeliveredError:
         raise
     except Exception as error:
-        raise Unreachable("CHECKPOINT_UNREADABLE.LOCATION", location=location, error=error) from error
+        raise _find_outage(location, error) or Unreachable(
+            "CHECKPOINT_UNREADABLE.LOCATION", location=location, error=error
+        ) from error
 
 
 @contextmanager
@@ -563,11 +565,16 @@ def write_record(location: str, file: str, record: Mapping[str, Any], *, first: 
 def _unreadable(location: str, error: Exception) -> Unreachable:
     if isinstance(error, FileNotFoundError):
         return Unreachable("CHECKPOINT_UNREADABLE.ABSENT", location=location, error=error)
-    return Unreachable("CHECKPOINT_UNREADABLE.READ", location=location, error=error)
+    return _find_outage(location, error) or Unreachable("CHECKPOINT_UNREADABLE.READ", location=location, error=error)
 
 
 def unusable(location: str, error: OSError) -> Unreachable:
-    return Unreachable("CHECKPOINT_UNREADABLE.USE", location=location, error=error)
+    return _find_outage(location, error) or Unreachable("CHECKPOINT_UNREADABLE.USE", location=location, error=error)
+
+
+def _find_outage(location: str, error: Exception) -> Unreachable | None:
+    is_remote = SCHEME.match(location) and not location.startswith("file:")
+    return find_outage(f"the checkpoint {location!r}", error) if is_remote else None
 
 
 def _offsets(filesystem: fs.FileSystem, path: str) -> str:

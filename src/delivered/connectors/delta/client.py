@@ -39,9 +39,8 @@ def open_table(options: DeltaOptions, version: int | None = None) -> Any | None:
     deltalake = delta()
     with explained(options):
         try:
-            return deltalake.DeltaTable(
-                options.path, version=version, storage_options=options.storage_resolved() or None
-            )
+            given = storage.client_options(options.path, options.storage_resolved())
+            return deltalake.DeltaTable(options.path, version=version, storage_options=given)
         except deltalake.exceptions.TableNotFoundError:
             return None
 

@@ -14,6 +14,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ from delivered.kits.table import target
 from delivered.kits.table.store import Store, make_folder, sync
 from delivered.model.answers import UnexpectedAnswer
 from delivered.model.errors import DeliveredError, extra
-from delivered.model.patience import query_patience_s, wait_out
+from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.model.patience import left_s, query_patience_s, wait_out
 from delivered.model.ranges import of_values
 from delivered.model.work import Failed, Ok, Outcome, Unknown
 
@@ -131,15 +133,32 @@ def catalog(options: IcebergOptions) -> Any:
 def _open(options: IcebergOptions) -> Any:
     properties = {**options.catalog_resolved(), "py-io-impl": FILE_IO}
     if options.catalog["type"] == "rest":
-        from pyiceberg.catalog.rest import RestCatalog
-
         with _shaped():
-            return RestCatalog(options.catalog_name, **properties)
+            return _rest_catalog()(options.catalog_name, **properties)
     from pyiceberg.catalog.sql import SqlCatalog
 
     if options.warehouse is not None:
         make_folder(Path(options.warehouse))
     return SqlCatalog(options.catalog_name, **properties)
+
+
+@cache
+def _rest_catalog() -> type[Any]:
+    """The client, whose requests end: by itself it would wait for a silent catalog for ever."""
+    from pyiceberg.catalog.rest import RestCatalog
+
+    class Catalog(RestCatalog):
+        def _config_headers(self, session: Any) -> None:
+            """Called with each new session, before its first request."""
+            super()._config_headers(session)
+            send = session.send
+
+            def bounded(request: Any, **how: Any) -> Any:
+                return send(request, **{**how, "timeout": how.get("timeout") or left_s(REQUEST_TIMEOUT_S)})
+
+            session.send = bounded
+
+    return Catalog
 
 
 def open_table(options: IcebergOptions) -> Any | None:
@@ -173,6 +192,9 @@ def _shaped() -> Iterator[None]:
         raise UnexpectedAnswer(f"the catalog's answer has another shape ({type(error).__name__}: {error})") from error
 
 
+_AWAY = ("ConnectionError", "ConnectTimeout", "ReadTimeout", "ServiceUnavailableError")
+
+
 def _is_away(error: BaseException) -> bool:
     """Whether a catalog that is a server did not answer, or its database."""
     import sqlalchemy.exc
@@ -181,7 +203,7 @@ def _is_away(error: BaseException) -> bool:
     if isinstance(cause, sqlalchemy.exc.DBAPIError):
         embedded = type(cause.orig).__module__.startswith("sqlite3")
         return not embedded and isinstance(cause, (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError))
-    return isinstance(cause, ConnectionError) or type(cause).__name__ in ("ConnectionError", "ServiceUnavailableError")
+    return isinstance(cause, ConnectionError) or type(cause).__name__ in _AWAY
 
 
 def require_table(options: IcebergOptions) -> Any:

@@ -28,7 +28,7 @@ from delivered.connectors.log.source import RangeReader
 from delivered.connectors.log.table import read_progress
 from delivered.contract.queue import Entered, Journal, JournalSize, MessageBatch
 from delivered.kits.options import absolute
-from delivered.kits.table.store import sync, sync_checkpoint
+from delivered.kits.table.store import client_options, sync, sync_checkpoint
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import record_hashes
 from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
@@ -260,12 +260,13 @@ def _stored(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 def open_or_create(path: str, options: Mapping[str, str]) -> Any:
     deltalake = layout.delta()
-    if not deltalake.DeltaTable.is_deltatable(path, dict(options) or None):
+    given = client_options(path, options)
+    if not deltalake.DeltaTable.is_deltatable(path, given):
         # "ignore": another producer may create the log at the same moment.
         with contextlib.suppress(deltalake.exceptions.CommitFailedError):
             deltalake.DeltaTable.create(
                 path, layout.TABLE, mode="ignore", partition_by=[layout.PARTITION_COLUMN],
-                storage_options=dict(options) or None, configuration={LOG_PROPERTY: str(LOG_FORMAT)},
+                storage_options=given, configuration={LOG_PROPERTY: str(LOG_FORMAT)},
                 raise_if_key_not_exists=False,
             )  # fmt: skip
         if layout.is_local(path):

@@ -20,6 +20,7 @@ import pyarrow as pa
 from delivered.contract.source import ReceiverReport
 from delivered.kits.options import not_a_folder
 from delivered.kits.table import store
+from delivered.kits.table.store import client_options, find_outage
 from delivered.model.errors import InvariantBroken, Unreachable, UsageError, extra
 from delivered.model.work import LOG_PROPERTY, check_format, with_format, without_format
 from delivered.source import HEADERS, TIMESTAMP
@@ -121,11 +122,14 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
     """
     deltalake = delta()
     try:
-        table = deltalake.DeltaTable(path, version=version, storage_options=dict(storage) or None)
+        table = deltalake.DeltaTable(path, version=version, storage_options=client_options(path, storage))
     except deltalake.exceptions.TableNotFoundError:
         raise UsageError("LOG_MISSING", path=path) from None
     except (deltalake.exceptions.DeltaError, OSError) as error:
-        raise not_a_folder(path) or Unreachable("LOG_UNREACHABLE", path=path, error=str(error)[:500]) from None
+        outage = None if is_local(path) else find_outage(f"the log {path!r}", error)
+        raise (
+            not_a_folder(path) or outage or Unreachable("LOG_UNREACHABLE", path=path, error=str(error)[:500])
+        ) from None
     written = table.metadata().configuration.get(LOG_PROPERTY, "0")
     check_format(int(written) if written.isdigit() else written, f"a log at {path!r}")
     return table

@@ -8,12 +8,49 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from delivered.model.errors import Unreachable
+from delivered.model.limits import OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S
+from delivered.model.patience import left_s
 from delivered.model.work import ENTRY_BYTES, Archive, Archived
+
+_NO_ANSWER = re.compile(
+    r"error sending request|dns error|(could not|failed to) (resolve|lookup|establish)|timed? ?out|network_connection"
+    r"|connection (refused|reset|aborted|closed|failed|lost)|slow_?down|service ?unavailable|status code: (429|5\d\d)"
+    r"|network is unreachable|no route to host",
+    re.IGNORECASE,
+)
+_FOR_CREDENTIALS = re.compile(r"169\.254\.|metadata\.google\.internal|token request", re.IGNORECASE)
+"""Where clients look for the machine's own credentials, if they were given none."""
+
+
+def find_outage(what: str, error: BaseException) -> Unreachable | None:
+    """The outage that an error of an object store's or a catalog's client reports, which ends by itself.
+
+    None: it answered, or the client found no credentials.
+
+    Args:
+        what: for the message: "the table 's3://lake/orders'".
+    """
+    text = f"{type(error).__name__}: {error}"
+    if not _NO_ANSWER.search(text) or _FOR_CREDENTIALS.search(text):
+        return None
+    return Unreachable("STORAGE_UNREACHABLE", what=what, error=text[:500])
+
+
+def client_options(path: str, given: Mapping[str, str]) -> dict[str, str] | None:
+    """Options of delta-rs for a table. Unless the user says otherwise, requests end with enclosing waits: by itself it
+    would ask a silent store for three minutes. None: there are none."""
+    if "://" not in path or path.startswith("file:"):
+        return dict(given) or None
+    longest_s = max(1, round(left_s(OUTAGE_PATIENCE_S)))
+    own = {"timeout": f"{min(longest_s, round(REQUEST_TIMEOUT_S))}s", "retry_timeout": f"{longest_s}s"}
+    return {**own, **given}
 
 
 class Store:

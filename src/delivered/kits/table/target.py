@@ -38,7 +38,7 @@ from delivered.contract.source import Finding
 from delivered.kits.sql.sink import TableSink, find_refused
 from delivered.kits.sql.table import Types, stored_columns, untyped
 from delivered.kits.table import FileTableOptions
-from delivered.kits.table.store import Store
+from delivered.kits.table.store import Store, find_outage
 from delivered.kits.warm import WarmClients
 from delivered.model.capability import APPEND, Guarantee, WriteMode
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
@@ -252,7 +252,8 @@ def unreachable(options: FileTableOptions, error: Exception, check: str) -> Deli
     """Translate an error of the client or the file system."""
     if isinstance(error, OSError) and options.local:
         return DeliveredError("TABLE_STORAGE", where=options.where, error=str(error)[:500])
-    return Unreachable(
+    outage = None if options.local else find_outage(f"the table {options.where}", error)
+    return outage or Unreachable(
         "TABLE_UNREACHABLE", where=options.where, error_type=type(error).__name__, error=str(error)[:500], check=check
     )
 
