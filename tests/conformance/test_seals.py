@@ -103,10 +103,11 @@ def test_no_claim_decision_or_archive_touches_seals(
     """The ledger keeps two decisions and one earlier checkpoint here."""
     monkeypatch.setattr(rules, "LEDGER_INCARNATIONS", 1)
     for module in (
-        "kits.sql.ledger",
-        *(f"connectors.{s}.store" for s in ("files", "delta", "iceberg", "kafka", "memory", "pulsar")),
+        "delivered.kits.sql.ledger",
+        "tests.support.memory.store",
+        *(f"delivered.connectors.{s}.store" for s in ("files", "delta", "iceberg", "kafka", "pulsar")),
     ):
-        monkeypatch.setattr(f"delivered.{module}.LEDGER_HISTORY_BATCHES", 2)
+        monkeypatch.setattr(f"{module}.LEDGER_HISTORY_BATCHES", 2)
     monkeypatch.setattr("delivered.kits.table.shard.BLOCK_BATCHES", 1)
     sink, pipeline = ready(name, request)
     wanted: list[str] = []
