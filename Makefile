@@ -58,7 +58,7 @@ test-fast: setup ## unit and property tests, every crash point in memory; no ser
 
 test: setup ## all tests but the sweeps, with real servers, which are fetched meanwhile: about 20 minutes on two cores
 	@mkdir -p build
-	@$(BIN)/delivered brokers fetch $(SERVERS) > build/fetch.log 2>&1 &
+	@($(BIN)/delivered brokers fetch $(SERVERS) && $(BIN)/python -m tests.support.kafka_classes) > build/fetch.log 2>&1 &
 	$(TEST)
 
 coverage: setup ## what of src/ test-fast runs, in build/coverage.txt

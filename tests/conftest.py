@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import settings
+from tests.support import kafka_classes
 from tests.support.collecting import quick_collection
 from tests.support.grouped import GROUP, end_after, end_with_group
 from tests.support.servers import (
@@ -39,7 +40,8 @@ from delivered.model import patience
 # Servers and Spark live for a minute here: what the second compiler of Java gives comes too late, and takes two fifths
 # of the processor (a pipeline through Spark: 98 s without this, 55 s with it).
 # The first one alone gets 48 MB for its code, which 150 tests in one session fill: then the JVM throws code away.
-os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m")
+QUICK = ("-XX:TieredStopAtLevel=1", "-XX:ReservedCodeCacheSize=256m", *kafka_classes.java_options())
+os.environ.setdefault(kafka_classes.OPTIONS, " ".join(QUICK))
 # Of Spark alone: servers name their collector themselves. A tenth of the processor time of 22 audits in one session.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:+UseSerialGC")
 # No deadlines for examples: the machine may be busy.
