@@ -88,7 +88,8 @@ def staged(page: Path, text: str) -> str:
 
 def decisions() -> str:
     """The index of docs/decisions; on GitHub, the folder itself is one."""
-    lines = [_UNSEARCHED + "# Design decisions", "", "Why it is built so: context, choice, measurements, cost.", ""]
+    what = "Each page records one decision: context, choice, measurements, cost. Read it before you change the design."
+    lines = [_UNSEARCHED + "# Design decisions", "", what, ""]
     for page in sorted((ROOT / "docs" / "decisions").glob("*.md")):
         heading = page.read_text(encoding="utf-8").partition("\n")[0]
         lines.append(f"- [{heading.lstrip('# ')}]({page.name})")
