@@ -267,7 +267,7 @@ def page(results: Mapping[str, Result], blocked: Mapping[str, float], origins: S
         "`benchmarks/peer_apps`.",
         "",
         "| product | claims | fault | runs | faults | held | lost | duplicated |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for peer in there:
         for fault in FAULTS:
@@ -284,7 +284,7 @@ def page(results: Mapping[str, Result], blocked: Mapping[str, float], origins: S
         "controlled: treat these times as orders of magnitude, not as a comparison.",
         "",
         "| product | first start | after a kill | readers blocked at the end, at most |",
-        "|---|---|---|---|",
+        "|---|---:|---:|---:|",
     ]
     for peer in there:
         first = [r.first_effect_s for r in _of(results, peer, "none") if r.first_effect_s is not None]

@@ -68,7 +68,7 @@ def test_a_log_that_vanishes(spark: SparkSession, tmp_path: Path) -> None:
     assert once(rows(database), 40)
 
 
-@checkpoint("the source's topic, deleted", "refused", "`TOPIC_MISSING`; in mid-run the query stops")
+@checkpoint("the source's topic, deleted", "refused", "`TOPIC_MISSING`; a running query stops")
 def test_a_topic_that_vanishes(kafka: Kafka, spark: SparkSession, tmp_path: Path) -> None:
     """In mid-run, and between two runs."""
     database, topic = tmp_path / "out.db", kafka.topic(1)

@@ -100,14 +100,14 @@ def test_log_files_cut_off_under_a_users_own_query(spark: SparkSession, tmp_path
 @pytest.mark.matrix
 @checkpoint("SQL of a stateless transform", "continues", "`plan` names the batch from which it runs")
 @checkpoint("`maxOffsetsPerTrigger`", "continues", "from the next batch on")
-@checkpoint("sink options that do not name the target", "continue", "here `ifNotExists`")
+@checkpoint("sink options that do not name the target", "continue", "tested with `ifNotExists`")
 @checkpoint("the checkpoint's folder, moved", "continues", "name the pipeline: its default name comes from the folder")
 @checkpoint(
     "a column, added or removed: SQL tables", "refused", "`COLUMN_MISSING`, `SCHEMA_CHANGED`; with `mergeSchema`: below"
 )
 @checkpoint("the sink's table, or its name", "refused", "`LEDGER_RENAMED` or `LEDGER_MISSING`: needs a new checkpoint")
 @checkpoint("the pipeline's name", "refused", "`LEDGER_RENAMED` or `LEDGER_MISSING`")
-@checkpoint("a copy of the checkpoint, run after the original went on", "refused", "`LEDGER_AHEAD`")
+@checkpoint("a copy of the checkpoint, run after the original continued", "refused", "`LEDGER_AHEAD`")
 @checkpoint("a copy that runs first", "continues", "the original is refused then, `LEDGER_AHEAD`")
 def test_a_stateless_query(spark: SparkSession, tmp_path: Path) -> None:
     database = tmp_path / "out.db"
@@ -182,7 +182,7 @@ def test_back_to_an_earlier_version(spark: SparkSession, tmp_path: Path) -> None
 
 
 @pytest.mark.matrix  # test_state.py goes on with state, unit/test_audit_recompute.py recomputes it
-@checkpoint("`spark.sql.shuffle.partitions`", "continues", "a query with state keeps the number that it began with")
+@checkpoint("`spark.sql.shuffle.partitions`", "continues", "a query with state keeps the number that it started with")
 @checkpoint("state repartitioned by Spark", "continues", "`repartition` logs a batch that no sink sees")
 @checkpoint(
     "SQL of a transform with state", "Spark decides", "same operators and keys: it continues; else Spark refuses"
@@ -225,7 +225,7 @@ def test_a_query_with_state(spark: SparkSession, tmp_path: Path) -> None:
 
 @checkpoint("a source, added to or removed from a union below a query with state", "continues", "its state counts both")
 @checkpoint(
-    "a source, added by a join to a query with state", "refused", "by Spark, before a write; `plan` names the way back"
+    "a source, added by a join to a query with state", "refused", "by Spark, before a write; `plan` says how to go back"
 )
 @pytest.mark.matrix  # test_several_sources.py changes those of a query without state
 def test_sources_of_a_query_with_state(spark: SparkSession, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_in_the_idiom_a_topic_made_again_between_two_runs_stops_the_query(
 @pytest.mark.checkpoint(
     "the end of a source's partition, lost in Kafka",
     "refused",
-    "`DATA_LOST`; `failOnDataLoss=false` reads on from there",
+    "`DATA_LOST`; `failOnDataLoss=false` continues from there",
 )
 def test_a_partition_that_lost_its_end_between_two_runs_stops_the_query(
     mortal_kafka: Any, spark: SparkSession, tmp_path: Path
