@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from delivered.clients.kafka.channel import Channel, Pending, only, security, unreachable
 from delivered.clients.kafka.errors import NoAnswer, NotSent, Rejected
 from delivered.clients.kafka.settings import PORT
-from delivered.model.errors import extra
+from delivered.model.errors import MissingExtra
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import parse_addresses
 from delivered.model.patience import call_kind, left_s, patience_s, wait_out
@@ -159,8 +159,10 @@ class Wire:
 
     def _bootstrap(self) -> None:
         """Learn the brokers' addresses from a bootstrap server."""
-        with extra("kafka"):
+        try:
             import kafka as _  # noqa: F401
+        except ImportError:
+            raise MissingExtra("kafka") from None
         servers = parse_addresses(self._servers, port=PORT)
         random.shuffle(servers)
         for left, address in enumerate(servers, 1 - len(servers)):
