@@ -195,7 +195,8 @@ class PipelineFile(BaseModel):
         "raises, and to a record that cannot be decoded. drop: at_most_once only; it is counted.",
     )
     dead_letter: SinkEntry | None = Field(
-        None, description="Where such rows go, in the same batch, with the reason; select and where are not allowed."
+        None,
+        description="Sink of rejected rows, which get them in the same batch, with the reason; select and where are not allowed.",
     )
     output_mode: Literal["append", "update", "complete"] = Field(
         "append",
@@ -221,7 +222,7 @@ class PipelineFile(BaseModel):
         "refuse", description="accept: continue although a sink's topic or table was dropped and recreated."
     )
     lost_records: Literal["refuse", "accept"] = Field(
-        "refuse", description="accept: give up what a decided batch held, and sink and source have no more."
+        "refuse", description="accept: give up rows of a decided batch that neither sink nor source has any more."
     )
     lineage: bool = Field(
         False, description="Send OpenLineage events, to where OPENLINEAGE_URL or openlineage.yml says."

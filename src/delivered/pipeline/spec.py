@@ -52,7 +52,11 @@ PIPELINE_OPTIONS = OptionTable(
         Option("missingLedger", "accept: continue although the ledger lacks batches of this checkpoint.", "refuse"),
         Option("repeatedBatch", "accept: exactly_once may repeat a batch that a weaker guarantee began.", "refuse"),
         Option("newTarget", "accept: continue although the sink's topic or table was dropped and recreated.", "refuse"),
-        Option("lostRecords", "accept: give up what a decided batch held, and sink and source have no more.", "refuse"),
+        Option(
+            "lostRecords",
+            "accept: give up rows of a decided batch that neither sink nor source has any more.",
+            "refuse",
+        ),
         Option(
             "runId",
             "df.write only: names these rows. Given again, they are written once, and other rows are refused.",

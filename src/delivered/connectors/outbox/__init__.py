@@ -151,7 +151,7 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
     )
     order: str | None = option(
         "orderColumn",
-        "Column by which rows are ordered that were found together: those of one poll, and those from before the "
+        "Column that orders the rows of one poll, and those from before the "
         "slot; by default their ids. In SQLite rowid, too.",
         default=None,
         example="created_at",
@@ -161,7 +161,7 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
     )
     json: bool = option(
         "payloadFormat",
-        "json: a payload that is not JSON stops the query; any: payloads are not looked at.",
+        "json: a payload that is not JSON stops the query; any: payloads are not checked.",
         choice({"json": True, "any": False}),
         default=False,
     )
@@ -180,17 +180,17 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
     rows_max: int | None = rows_max_option("rows")
     slot_named: str | None = option(
         "slot",
-        "Logical replication slot, by default delivered_<table>; made for a new checkpoint if it is missing.",
+        "Logical replication slot, by default delivered_<table>; created for a new checkpoint if it is missing.",
         OptionType(_slot),
         default=None,
         example="delivered_outbox",
     )
     publication_named: str | None = option(
-        "publication", "Publication of the table, by default named as the slot; made with it.", default=None
+        "publication", "Publication of the table, by default named as the slot; created with it.", default=None
     )
     positions_named: str | None = option(
         "positionsTable",
-        "Table in which the source numbers the rows, by default <dbtable>_positions; made if missing.",
+        "Table in which the source numbers the rows, by default <dbtable>_positions; created if missing.",
         OptionType(_table),
         default=None,
         example="outbox_positions",

@@ -245,8 +245,8 @@ class PulsarSinkOptions(Place, owner=SINK):
     message_id_columns: tuple[str, ...] = message_id_columns()
     transaction_timeout_s: int = option(
         "transactionTimeout",
-        "For exactly_once: seconds after which brokers abort a transaction that was opened. Longer than the pipeline "
-        "is ever stopped; an orphan of a pipeline that never starts again hides what was sent behind it for so long.",
+        "For exactly_once: seconds after which brokers abort a transaction. Choose more than the pipeline is ever "
+        "stopped for: until then, a transaction that it left open hides later messages from readers.",
         integer(1, TRANSACTION_TIMEOUT_S_MAX),
         default=TRANSACTION_TIMEOUT_S,
     )
