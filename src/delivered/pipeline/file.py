@@ -196,7 +196,7 @@ class PipelineFile(BaseModel):
     )
     dead_letter: SinkEntry | None = Field(
         None,
-        description="Sink that gets rejected rows in the same batch, with the reason; select and where are not allowed.",
+        description="Sink of rejected rows, in the same batch, with the reason; select and where are not allowed.",
     )
     output_mode: Literal["append", "update", "complete"] = Field(
         "append",
