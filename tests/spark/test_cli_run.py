@@ -9,6 +9,7 @@ import signal
 import sqlite3
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pytest
 import yaml
@@ -67,10 +68,13 @@ def test_a_signal_lets_the_running_batch_finish(example: Path, how: str) -> None
     arguments = ["run", str(example), "-s", "source.maxOffsetsPerTrigger=20", "-s", "trigger=0 seconds"]
     with terminal() as (screen, seen), running(*arguments, own_group=True, stderr=screen) as process:
         until(lambda: rows(example.parent) >= 40 and "records/s" in seen(), process)
+        (java,) = (p for p in psutil.Process(process.pid).children() if p.name() == "java")
         if how == "SIGTERM":
             process.send_signal(signal.SIGTERM)
         else:
             os.killpg(process.pid, signal.SIGINT)
+        process.wait(WAIT_S)
+        assert not java.is_running(), "else a start right after it would take the pipeline for running"
         out, _ = process.communicate(timeout=WAIT_S)
     err = seen()
     assert process.returncode == 0, err

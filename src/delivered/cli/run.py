@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import psutil
 import typer
 from rich.text import Text
 
@@ -82,6 +83,7 @@ LogFormatOption = Annotated[
 ]
 TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Fence another driver that is running this pipeline.")]
 
+_JAVA_ENDS_S = 10.0
 _POLL_S = 0.2
 _LINE_EVERY_S = 2.0
 _LEDGER_EVERY_S = 1.0
@@ -622,6 +624,16 @@ def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
     finally:
         with contextlib.suppress(Exception):
             spark.stop()
+        _end_java()
+
+
+def _end_java() -> None:
+    """End the JVM that this process started, and wait for it: it would outlive this process by a moment, and who starts
+    the pipeline again in that moment would be refused, because its driver runs."""
+    started = [p for p in psutil.Process().children() if p.name().startswith("java")]
+    for process in started:
+        process.terminate()
+    psutil.wait_procs(started, timeout=_JAVA_ENDS_S)
 
 
 @contextlib.contextmanager
