@@ -33,7 +33,9 @@ def _rewrite_share(config: pytest.Config) -> None:
     if worker is None or count is None:
         return
     places = [config.invocation_params.dir / arg.partition("::")[0] for arg in config.args]
-    files = {file for place in places for file in (place.rglob("test_*.py") if place.is_dir() else [place])}
+    files = {
+        file for place in places for file in (place.rglob("test_*.py") if place.is_dir() else [place]) if file.is_file()
+    }
     largest_first = sorted(files, key=lambda file: (-file.stat().st_size, file))
     for file in largest_first[int(worker.removeprefix("gw")) :: int(count)]:
         kept = rewrite.get_cache_dir(file) / (file.stem + rewrite.PYC_TAIL)
