@@ -24,7 +24,7 @@ from tests.support.catalogue.values import DIGITS, canonical, number
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
-from delivered.connectors.iceberg.store import keep_nulls
+from delivered.connectors.iceberg.client import keep_nulls
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
 

@@ -1,11 +1,13 @@
-"""The sink `delivered_files`, and its writer: one file per shard, in a folder that readers ignore."""
+"""The sink `delivered_files`; its writer, one file per shard, in a folder that readers ignore; a scan of the folder."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,12 @@ from delivered.connectors.files import (
     schema_file,
     take_away,
 )
-from delivered.connectors.files.formats import TYPES, check, encoder, stored_schema
-from delivered.contract.sink import Parts, StoreSink, Writer
-from delivered.contract.source import Finding
+from delivered.connectors.files.formats import TYPES, check, decode, encoder, stored_schema
+from delivered.contract.sink import BoundedScan, Changes, Parts, StoreSink, Writer
+from delivered.contract.source import Finding, Offsets, Slice
 from delivered.kits.sql.table import untyped
 from delivered.kits.table.shard import while_staging
-from delivered.kits.table.store import make_folder, put, put_first, sync
+from delivered.kits.table.store import make_folder, packed, put, put_first, sync
 from delivered.kits.table.target import comparable, unwritable
 from delivered.model import ranges
 from delivered.model.capability import Commit, Guarantee, SinkCapability
@@ -47,7 +49,7 @@ class FilesSink(StoreSink):
     parts = Parts(
         __package__,
         writer="sink:writer",
-        scan="scan:FolderScan",
+        scan="sink:FolderScan",
         store="store:FilesStore",
         committer="store:FilesCommitter",
     )
@@ -240,3 +242,110 @@ class DirectWriter(StagingWriter):
 def _as_ours(options: FilesOptions, work: Work) -> Iterator[None]:
     with explained(options), while_staging(work):
         yield
+
+
+# A scan of all rows of the folder, between batches.
+
+NAMES_MAX = 1_000
+"""Files that a position names, because no batch says when they were added."""
+_BATCH = re.compile(r"batch=(.+)-(\d{10})(\..*)?/[^/]+")
+
+
+@dataclass(frozen=True)
+class FolderScan(BoundedScan):
+    """See `delivered.contract.sink.BoundedScan`. Reads all files that a reader of the folder sees.
+
+    A position is the newest batch of each checkpoint; with the files of those that are not one rename (at_least_once,
+    at_most_once), and files of others.
+    """
+
+    options: FilesOptions
+
+    def schema(self) -> pa.Schema:
+        """Raises UsageError: this package never wrote to the folder."""
+        schema = stored_schema(self.options)
+        if schema is None:
+            raise UsageError("FOLDER_UNKNOWN", path=self.options.path)
+        return schema
+
+    def slices(self, since: Offsets | None = None, until: Offsets | None = None) -> Sequence[Slice]:
+        """Args: since: {"files": [names]}: excludes these."""
+        files = self._files()
+        if since is not None and self._same(since):
+            files = {name: info for name, info in files.items() if not _lies_before(name, since)}
+        if until is not None:
+            same = self._same(until)
+            files = {name: info for name, info in files.items() if same and _lies_before(name, until)}
+        return [Slice(group) for group in packed(files, lambda name: files[name].st_size)]
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        schema = self.schema()
+        with explained(self.options):
+            for name in piece.data:
+                yield from decode(self.options.format, self.options.folder / name, schema)
+
+    def position(self) -> Offsets | None:
+        """None: more than `NAMES_MAX` files would have to be named."""
+        names = self._files()
+        newest: dict[str, int] = {}
+        found = {name: match for name in names if (match := _BATCH.fullmatch(name))}
+        for match in found.values():
+            newest[match[1]] = max(newest.get(match[1], -1), int(match[2]))
+        named = [n for n in names if n not in found or (found[n][3] and int(found[n][2]) == newest[found[n][1]])]
+        if len(named) > NAMES_MAX:
+            return None
+        return {"batches": newest, "files": named, "folder": self._identity()}
+
+    def kept(self, position: Offsets) -> Mapping[str, Any]:
+        """The number of files, and a hash of their names, sizes and times."""
+        before = {name: info for name, info in self._files().items() if _lies_before(name, position)}
+        digest = hashlib.blake2b(digest_size=16)
+        for name, info in before.items():
+            digest.update(f"{name} {info.st_size} {info.st_mtime_ns}\n".encode())
+        return {"files": len(before), "digest": digest.hexdigest()}
+
+    def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
+        path = self.options.path
+        if not self._same(position):
+            return Changes.deleted(f"folder {path}", recreated=bool(self._identity()))
+        now = self.kept(position)
+        if before is None or now == before:
+            return Changes()
+        was, there = before["files"], now["files"]
+        if there < was:
+            return Changes(altered=(f"folder {path}: {was - there} of {was} files were deleted",))
+        if there > was:
+            return Changes(altered=(f"folder {path}: {there - was} files were added among {was}",))
+        return Changes(altered=(f"folder {path}: some of {was} files are others than before",))
+
+    def _identity(self) -> str | None:
+        try:
+            return identity_file(self.options).read_text()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise failed(self.options, error) from error
+
+    def _same(self, position: Offsets) -> bool:
+        return "folder" not in position or position["folder"] == self._identity()
+
+    def _files(self) -> dict[str, os.stat_result]:
+        """Every file that a reader sees, by name, from any writer."""
+        root = self.options.folder
+        files = {}
+        with explained(self.options):
+            for path in sorted(root.rglob(f"*.{self.options.format}")):
+                name = path.relative_to(root)
+                if not any(part.startswith(("_", ".")) for part in name.parts):
+                    files[str(name)] = path.stat()
+        return files
+
+
+def _lies_before(name: str, position: Offsets) -> bool:
+    if name in position.get("files", ()):
+        return True
+    match = _BATCH.fullmatch(name)
+    newest = position.get("batches", {}).get(match[1]) if match else None
+    if match is None or newest is None:
+        return False
+    return int(match[2]) < newest or (int(match[2]) == newest and match[3] is None)

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyiceberg.table.update
 from pyiceberg.exceptions import (
     BadRequestError,
@@ -26,7 +27,7 @@ from pyiceberg.exceptions import (
     NoSuchTableError,
     UnauthorizedError,
 )
-from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
+from pyiceberg.io.pyarrow import ArrowProjectionVisitor, PyArrowFile, PyArrowFileIO
 from pyiceberg.table import Transaction
 from pyiceberg.table.locations import SimpleLocationProvider
 from pyiceberg.table.refs import MAIN_BRANCH
@@ -276,6 +277,41 @@ def local_store_folders(table: Any) -> None:
             make_folder(folder)
             sync([folder, *list(folder.parents)[:3]])
 
+
+# Null lists and maps of structs, which pyiceberg's reader (0.12) makes empty ones: an upsert would store them so.
+
+
+def keep_nulls() -> None:
+    """Mend the reader, once in a process. Call it before a scan."""
+    reader: Any = ArrowProjectionVisitor
+    if getattr(reader, "_keeps_nulls", False):
+        return
+    for name in ("list", "map"):
+        setattr(reader, name, _keeping(getattr(reader, name)))
+    reader._keeps_nulls = True
+
+
+def _keeping(project: Any) -> Any:
+    def projected(self: Any, kind: Any, given: Any, *parts: Any) -> Any:
+        result = project(self, kind, given, *parts)
+        return (
+            result
+            if given is None or result is None or result.null_count == given.null_count
+            else _masked(result, given)
+        )
+
+    return projected
+
+
+def _masked(result: pa.Array, given: pa.Array) -> pa.Array:
+    # Of a slice, as Arrow reads row groups of more than 131,072 rows: Arrow accepts no mask with sliced offsets.
+    offsets, mask = pa.array(result.offsets.to_numpy()), given.is_null()
+    if isinstance(result, pa.MapArray):
+        return pa.MapArray.from_arrays(offsets, result.keys, result.items, result.type, mask=mask)
+    return type(result).from_arrays(offsets, result.values, type=result.type, mask=mask)
+
+
+# One commit to the table, and its outcome.
 
 log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from delivered.connectors.iceberg.client import (
     commit,
     data_path,
     explained,
+    keep_nulls,
     metadata_path,
     open_table,
     require_table,
@@ -629,41 +630,6 @@ class IcebergStore:
         with contextlib.suppress(OSError, DeliveredError):
             table = require_table(self._options)
             store(table, data_path(table)).remove(names)
-
-
-# Null lists and maps of structs, which pyiceberg's reader (0.12) makes empty ones: an upsert would store them so.
-
-
-def keep_nulls() -> None:
-    """Mend the reader, once in a process. Call it before a scan."""
-    from pyiceberg.io.pyarrow import ArrowProjectionVisitor
-
-    reader: Any = ArrowProjectionVisitor
-    if getattr(reader, "_keeps_nulls", False):
-        return
-    for name in ("list", "map"):
-        setattr(reader, name, _keeping(getattr(reader, name)))
-    reader._keeps_nulls = True
-
-
-def _keeping(project: Any) -> Any:
-    def projected(self: Any, kind: Any, given: Any, *parts: Any) -> Any:
-        result = project(self, kind, given, *parts)
-        return (
-            result
-            if given is None or result is None or result.null_count == given.null_count
-            else _masked(result, given)
-        )
-
-    return projected
-
-
-def _masked(result: pa.Array, given: pa.Array) -> pa.Array:
-    # Of a slice, as Arrow reads row groups of more than 131,072 rows: Arrow accepts no mask with sliced offsets.
-    offsets, mask = pa.array(result.offsets.to_numpy()), given.is_null()
-    if isinstance(result, pa.MapArray):
-        return pa.MapArray.from_arrays(offsets, result.keys, result.items, result.type, mask=mask)
-    return type(result).from_arrays(offsets, result.values, type=result.type, mask=mask)
 
 
 # The effect of a batch on the table: see `delivered.kits.table.merge`.

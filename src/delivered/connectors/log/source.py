@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from delivered.connectors.log import EARLIEST, LATEST, LogOptions, Position
 from delivered.connectors.log import table as layout
-from delivered.connectors.log.options import EARLIEST, LATEST, LogOptions, Position
 from delivered.connectors.log.table import STORED, LogFile, Receivers, damaged, write_progress
 from delivered.contract.source import Finding, Offsets, ReceiverReport, Retained, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
