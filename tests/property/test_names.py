@@ -20,7 +20,7 @@ from delivered.connectors.postgres import committer as postgres
 from delivered.connectors.rocketmq.publish import producer_group
 from delivered.kits.options import queue_sink_name
 from delivered.kits.queue import SendingWriter
-from delivered.kits.sql.transactions import Names
+from delivered.kits.sql.sink import Names
 from delivered.kits.table.shard import sink_folder
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope, Work, checked_name, derived_name, fitted_name

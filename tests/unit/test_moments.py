@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivered.kits.sql.text import days, micros
+from delivered.kits.sql.database import days, micros
 
 DAY_US = 86_400_000_000
 GREATEST = (1 << 63) - 1

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from delivered.connectors.mysql import MysqlOptions
 from delivered.kits.mysql import DENIED, LOGIN, LOST, address
 from delivered.kits.sql.database import create_statement, is_newest, quoted
+from delivered.kits.sql.sink import new_nonce
 from delivered.kits.sql.table import no_right_to_alter
-from delivered.kits.sql.transactions import new_nonce
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError, extra
 from delivered.model.patience import left_s
 

@@ -19,9 +19,9 @@ from delivered.connectors.mysql.target import TYPES
 from delivered.contract.sink import Changes, Parts
 from delivered.contract.source import Finding, Offsets, Slice
 from delivered.kits.mysql import DENIED
-from delivered.kits.sql.database import quoted
+from delivered.kits.sql.database import quoted, read_csv
 from delivered.kits.sql.merge import findings, no_unique_index
-from delivered.kits.sql.sink import ServerSink, ServerTerms
+from delivered.kits.sql.sink import ServerSink, ServerTerms, age_of, check_deletions
 from delivered.kits.sql.table import (
     Mechanism,
     TableScan,
@@ -32,8 +32,6 @@ from delivered.kits.sql.table import (
     steps,
     text_of,
 )
-from delivered.kits.sql.text import read_csv
-from delivered.kits.sql.transactions import age_of, check_deletions
 from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S

@@ -48,16 +48,8 @@ from delivered.kits.mysql import DENIED
 from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Connection, Definition, Dialect, Server, quoted
 from delivered.kits.sql.ledger import SqlLedger
 from delivered.kits.sql.merge import ORDER, ROUND, Merge
+from delivered.kits.sql.sink import Names, PreparedRows, ServerCommitter, Shards, Staging, new_nonce, open_transaction
 from delivered.kits.sql.table import Mechanism
-from delivered.kits.sql.transactions import (
-    Names,
-    PreparedRows,
-    ServerCommitter,
-    Shards,
-    Staging,
-    new_nonce,
-    open_transaction,
-)
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.identity import Scope, Work
 from delivered.model.work import Prepared

@@ -21,9 +21,17 @@ from delivered.connectors.mysql.client import migrate
 from delivered.connectors.mysql.target import TYPES
 from delivered.kits.sql.database import Definition, give, quoted, take
 from delivered.kits.sql.merge import check_rows
-from delivered.kits.sql.sink import ShardWriter, bytes_of, find_refused, find_too_long, long_values
-from delivered.kits.sql.table import Mechanism, add_number, check_nulls, stored_columns
-from delivered.kits.sql.transactions import PreparedRows, delete, new_nonce, write_marker
+from delivered.kits.sql.sink import PreparedRows, ShardWriter, delete, new_nonce, write_marker
+from delivered.kits.sql.table import (
+    Mechanism,
+    add_number,
+    bytes_of,
+    check_nulls,
+    find_refused,
+    find_too_long,
+    long_values,
+    stored_columns,
+)
 from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint

@@ -19,7 +19,7 @@ from delivered.connectors.outbox.pgoutput import UNCHANGED, Begin, Change, Op, R
 from delivered.connectors.outbox.shape import Shape, check_identity, find_keys
 from delivered.connectors.outbox.slot import State, check_slot, lsn_text, state
 from delivered.contract.source import Offsets
-from delivered.kits.sql.text import days, micros
+from delivered.kits.sql.database import days, micros
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, UsageError
 from delivered.model.rows import Origin, Rejection, Rows
 from delivered.patterns.caller import quoted

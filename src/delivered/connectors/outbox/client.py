@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from delivered.connectors.outbox import OWNER, OutboxOptions
 from delivered.kits.mysql import DENIED, LOGIN, LOST, address, tls_of_url
-from delivered.kits.sql.text import pin_postgres
+from delivered.kits.sql.database import pin_postgres
 from delivered.model import patience
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S

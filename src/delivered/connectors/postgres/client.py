@@ -20,15 +20,18 @@ from delivered.connectors.postgres.target import migrate, version_of
 from delivered.kits.sql.database import (
     CLAIM_WAIT_S,
     LEDGER_TABLES,
+    POSTGRES,
     STARTED_AT,
     Definition,
     Dialect,
     Peer,
     Server,
+    days,
+    micros,
     quoted,
+    setting_refused,
     watch,
 )
-from delivered.kits.sql.text import POSTGRES, days, micros, setting_refused
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError, extra
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.patience import connect_timeout_s

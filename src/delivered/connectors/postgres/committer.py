@@ -20,8 +20,8 @@ from delivered.connectors.postgres.target import find
 from delivered.contract.sink import OpenTransaction
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.ledger import SwappingLedger
+from delivered.kits.sql.sink import Names, ServerCommitter, Shards, Staging, new_nonce, open_transaction
 from delivered.kits.sql.table import missing_at_server
-from delivered.kits.sql.transactions import Names, ServerCommitter, Shards, Staging, new_nonce, open_transaction
 from delivered.ledger import Swap
 from delivered.model.errors import Refused
 from delivered.model.identity import Scope, Work

@@ -12,8 +12,8 @@ from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.connectors.postgres.target import migrate
 from delivered.contract.source import Finding
 from delivered.kits.sql.merge import findings, no_unique_index
+from delivered.kits.sql.sink import check_deletions, check_rules
 from delivered.kits.sql.table import Mechanism, check_column, missing_at_server, permission
-from delivered.kits.sql.transactions import check_deletions, check_rules
 from delivered.model.capability import Guarantee
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 

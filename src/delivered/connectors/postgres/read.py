@@ -16,9 +16,8 @@ from delivered.connectors.postgres.target import version_of
 from delivered.contract.sink import Changes
 from delivered.contract.source import Address, Offsets, Slice
 from delivered.kits.sql.batches import NumberedTable, has_batches
-from delivered.kits.sql.database import quoted
+from delivered.kits.sql.database import quoted, read_csv
 from delivered.kits.sql.table import TableScan, never_written, steps
-from delivered.kits.sql.text import read_csv
 from delivered.model.errors import Refused, UsageError
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from delivered.connectors.postgres.client import about_a_row
 from delivered.connectors.postgres.sink import TYPES, PostgresOptions
 from delivered.connectors.postgres.target import migrate
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.sink import LONG_BYTES, bytes_of, find_refused, find_too_long
-from delivered.kits.sql.table import stored_columns
-from delivered.kits.sql.transactions import new_nonce
+from delivered.kits.sql.sink import new_nonce
+from delivered.kits.sql.table import LONG_BYTES, bytes_of, find_refused, find_too_long, stored_columns
 from delivered.model.ranges import first_of, fitted
 
 if TYPE_CHECKING:

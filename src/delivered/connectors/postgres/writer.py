@@ -18,9 +18,8 @@ from delivered.connectors.postgres.sink import TYPES, PostgresOptions
 from delivered.connectors.postgres.target import Target, migrate
 from delivered.kits.sql.database import Definition, give, quoted, take
 from delivered.kits.sql.merge import ORDER, ROUND, check_count, check_rows
-from delivered.kits.sql.sink import ShardWriter
+from delivered.kits.sql.sink import Names, PreparedRows, ShardWriter, delete, new_nonce, write_marker
 from delivered.kits.sql.table import Mechanism, add_number, check_widths
-from delivered.kits.sql.transactions import Names, PreparedRows, delete, new_nonce, write_marker
 from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint

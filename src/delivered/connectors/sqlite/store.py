@@ -17,7 +17,7 @@ from delivered.contract.sink import SkippedRow
 from delivered.kits.sql.database import Definition, quoted
 from delivered.kits.sql.ledger import SqlLedger, SwappingLedger
 from delivered.kits.sql.merge import SKIPPED_VERSION, check_count, check_emptied, count_skipped, read_dead_letters
-from delivered.kits.sql.transactions import find_decided
+from delivered.kits.sql.sink import find_decided
 from delivered.kits.table.shard import StagedFilesCommitter, unlink_others
 from delivered.ledger import Store, Swap
 from delivered.model.errors import InvariantBroken

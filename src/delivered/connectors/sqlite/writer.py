@@ -29,9 +29,8 @@ from delivered.connectors.sqlite.target import TYPES
 from delivered.contract.sink import Writer
 from delivered.kits.sql.database import Definition, quoted
 from delivered.kits.sql.merge import ORDER, ROUND, SHARD, Conditional, check_count, check_rows, key_in_two_shards
-from delivered.kits.sql.sink import bytes_of, long_values
-from delivered.kits.sql.table import check_nulls, stored_columns
-from delivered.kits.sql.transactions import delete, upsert
+from delivered.kits.sql.sink import delete, upsert
+from delivered.kits.sql.table import bytes_of, check_nulls, long_values, stored_columns
 from delivered.kits.table.store import make_folder, sync
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, InvariantBroken

@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeGuard
 from delivered.contract.sink import Changes
 from delivered.contract.source import Offsets
 from delivered.kits.sql.database import C, Dialect, Server, quoted, scope_values
+from delivered.kits.sql.sink import PreparedRows, find_decided
 from delivered.kits.sql.table import SLICES_MAX, RowSum, difference, spread
-from delivered.kits.sql.transactions import PreparedRows, find_decided
 from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.identity import Scope, Work, batches_text
 

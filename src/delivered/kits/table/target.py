@@ -35,8 +35,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.contract.source import Finding
-from delivered.kits.sql.sink import TableSink, find_refused
-from delivered.kits.sql.table import Types, stored_columns, untyped
+from delivered.kits.sql.sink import TableSink
+from delivered.kits.sql.table import Types, find_refused, stored_columns, untyped
 from delivered.kits.table import FileTableOptions
 from delivered.kits.table.store import Store, find_outage
 from delivered.kits.warm import WarmClients
