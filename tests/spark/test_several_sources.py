@@ -23,7 +23,7 @@ from delivered.audit.evidence import Verdict
 from delivered.connectors.log import append
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.planner import Plan, Refusal
-from delivered.spark.check import cannot_restart
+from delivered.spark.compat import cannot_restart
 from delivered_lab import supervisor
 
 if TYPE_CHECKING:

@@ -107,6 +107,18 @@ def test_what_lies_in_spark_imports_pyspark() -> None:
     assert room - edge == set(WITHOUT_PYSPARK)
 
 
+def test_one_module_asks_for_the_version_of_spark() -> None:
+    """`delivered.spark` does before anything of pyspark is imported, for a Spark that is too old."""
+    ask = set()
+    for file in [*SOURCE.rglob("spark/**/*.py"), SOURCE / "entry.py"]:
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        orders = [n for n in nodes if isinstance(n, ast.Compare) and not isinstance(n.ops[0], ast.Is | ast.IsNot)]
+        asked = ("parsed(", "version")
+        if any(word in ast.unparse(n).lower() for n in orders for word in asked):
+            ask.add(str(file.relative_to(SOURCE)))
+    assert ask == {"spark/__init__.py", "spark/compat.py"}
+
+
 def test_tests_import_helpers_and_no_other_tests() -> None:
     """Shared test code is in tests/support, or in a helper module of the folder without tests of its own."""
     tests = Path(__file__).parents[1]

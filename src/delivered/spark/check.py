@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from delivered.contract.source import Finding
 from delivered.engine.owner import new_owner
 from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, Unreachable, UsageError, texts
-from delivered.model.identity import SOURCE
 from delivered.model.options import find_option
 from delivered.model.work import Arbiter, DriverAddress, Owner
 from delivered.pipeline.columns import check_analysed
@@ -29,8 +28,7 @@ from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.pipeline.spec import Sender
 from delivered.pipeline.sql import invalid_sql
-from delivered.spark import parsed
-from delivered.spark.compat import LOCAL_SOCKETS
+from delivered.spark.compat import LOCAL_SOCKETS, unfit_version
 from delivered.spark.internals import (
     Setting,
     from_arrow,
@@ -89,28 +87,6 @@ def _findings(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
         *check_analysed(pipeline, partial(_results, pipeline, spark)),
         *(Finding.build(code, refuses=False) for code in advice(partial(spark.conf.get, default=""))),
     )
-
-
-def unfit_version(pipeline: Definition, version: str) -> Refused | None:
-    """What this version of Spark lacks for a pipeline."""
-    own = next((e for e in pipeline.sources.values() if not e.is_spark_own), None)
-    if own is not None and parsed(version) < (4, 0):
-        return Refused("SPARK_VERSION.SOURCE", version=version, label=own.label)
-    return cannot_restart(pipeline.sources, version)
-
-
-def cannot_restart(sources: Collection[str], version: str) -> Refused | None:
-    """Why this version of Spark has no named sources, or cannot restart a query with them; None: it can.
-
-    Spark 4.2 expects the number of state partitions in the offset log, which its format 2 does not hold: a start whose
-    newest batch is not finished ends with "None.get".
-    """
-    if set(sources) == {SOURCE} or parsed(version) > (4, 2):
-        return None
-    named = ", ".join(sorted(sources))
-    if parsed(version) < (4, 2):
-        return Refused("SOURCES_SPARK_VERSION.NAMES", version=version, sources=named)
-    return Refused("SOURCES_SPARK_VERSION.RESTART", version=version, sources=named)
 
 
 def advice(setting: Callable[[str], str | None]) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""What differs between versions of Spark: the only module that asks which one it is.
+"""What differs between versions of Spark: the only module that imports pyspark and asks which one it is.
 
 | Spark | what it lacks, and what that costs |
 |---|---|
+| 4.2 | a query with several sources cannot restart in the middle of a batch: no pipeline has several |
 | 4.1 | a stream is asked for its end without its start and without a limit: the reader remembers where it is. |
 | | Available-now is one batch to the end: a query whose source limits batches runs without it until it has read what |
 | | was there at its start. Sources have no names, so a pipeline has one. Progress shows no lag |
@@ -18,15 +19,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import pyspark
 
-from delivered.model.errors import InvariantBroken
+from delivered.model.errors import InvariantBroken, Refused
+from delivered.model.identity import SOURCE
 from delivered.spark import parsed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
     from pyspark.sql.streaming.query import StreamingQuery
     from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+    from delivered.pipeline.definition import Definition
 
 _POLL_S = 0.02
 
@@ -84,6 +88,28 @@ __all__ = [
     "SupportsTriggerAvailableNow",
     "WriterCommitMessage",
 ]
+
+
+def unfit_version(pipeline: Definition, version: str) -> Refused | None:
+    """What this version of Spark lacks for a pipeline."""
+    own = next((e for e in pipeline.sources.values() if not e.is_spark_own), None)
+    if own is not None and parsed(version) < (4, 0):
+        return Refused("SPARK_VERSION.SOURCE", version=version, label=own.label)
+    return cannot_restart(pipeline.sources, version)
+
+
+def cannot_restart(sources: Collection[str], version: str) -> Refused | None:
+    """Why this version of Spark has no named sources, or cannot restart a query with them; None: it can.
+
+    Spark 4.2 expects the number of state partitions in the offset log, which its format 2 does not hold: a start whose
+    newest batch is not finished ends with "None.get".
+    """
+    if set(sources) == {SOURCE} or parsed(version) > (4, 2):
+        return None
+    named = ", ".join(sorted(sources))
+    if parsed(version) < (4, 2):
+        return Refused("SOURCES_SPARK_VERSION.NAMES", version=version, sources=named)
+    return Refused("SOURCES_SPARK_VERSION.RESTART", version=version, sources=named)
 
 
 class _Remembering:

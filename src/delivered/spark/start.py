@@ -33,8 +33,8 @@ from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, Drain, Envelope, PipelineSpec, Reading
 from delivered.pipeline.start import for_start, record_query, record_sources, unfit_for_unfinished
-from delivered.spark.check import check_executors, checkpoint_store, sender_of, unfit_version
-from delivered.spark.compat import ADMITS, PYTHON_SOURCES, start_available_now
+from delivered.spark.check import check_executors, checkpoint_store, sender_of
+from delivered.spark.compat import ADMITS, PYTHON_SOURCES, start_available_now, unfit_version
 from delivered.spark.foreach import save_batch
 from delivered.spark.internals import (
     IDLE,
