@@ -22,8 +22,7 @@ from tools.chromium import browser
 from delivered import Pipeline
 from delivered.checkpoint.history import add_audit
 from delivered.operate.asking import status
-from delivered.operate.flow import flow_of
-from delivered.operate.page import page
+from delivered.operate.page import flow_of, page
 from delivered.operate.server import application
 from delivered.operate.status import Driver
 

@@ -47,7 +47,7 @@ class Pipeline(Definition):
 
     def _repr_html_(self) -> str:
         """What it is made of, for a notebook. Asks nobody; names no option, so no secret."""
-        from delivered.operate.flow import flow_of
+        from delivered.operate.page import flow_of
 
         lines: list[tuple[str, object]] = [("checkpoint", html.element("code", self.checkpoint))]
         if text := self.transform.facts().text:

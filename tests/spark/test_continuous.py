@@ -23,7 +23,7 @@ from delivered.checkpoint.history import audits
 from delivered.engine.context import open_ledger
 from delivered.model.identity import Scope
 from delivered.model.schedule import Load
-from delivered.operate.seals import read_seals
+from delivered.operate.status import read_seals
 from delivered.pipeline.definition import Definition
 
 

@@ -11,9 +11,8 @@ from tests.spark.log_to_sqlite import produce, rows, until
 import delivered
 from delivered.checkpoint.history import states
 from delivered.operate.asking import status
-from delivered.operate.flow import flow_of
 from delivered.operate.metrics import serving
-from delivered.operate.page import Frame, pipeline_page
+from delivered.operate.page import Frame, flow_of, pipeline_page
 from delivered.spark.listener import QueryMetrics
 
 if TYPE_CHECKING:

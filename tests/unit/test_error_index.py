@@ -28,7 +28,7 @@ _NOT_CODES = frozenset({"DELIVERED_X", "DELIVERED_PURE", "DELIVERED_VERIFY_TABLE
 _BUILT = {
     "delivered.contract.source": ("Finding", "message", {"refuses", "only", "transient"}),
     "delivered.planner.answer": ("Reason", "text", {"transient"}),
-    "delivered.operate.problem": ("Problem", "text", set()),
+    "delivered.operate.status": ("Problem", "text", set()),
     "delivered.model.options": ("Unfit", "reason", {"nearest"}),
 }
 """What becomes an error later, or is shown with its code: class, its text, arguments of `build` that are no values."""

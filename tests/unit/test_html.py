@@ -13,8 +13,7 @@ from delivered import html
 from delivered.audit.report import unknown_report
 from delivered.model.errors import DeliveredError
 from delivered.operate.notebook import CellView
-from delivered.operate.problem import Problem
-from delivered.operate.status import Driver, SinkStatus, Status
+from delivered.operate.status import Driver, Problem, SinkStatus, Status
 from delivered.planner import Plan, Refusal
 
 SECRET = "hunter2"

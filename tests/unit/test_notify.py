@@ -20,8 +20,7 @@ from delivered.cli.main import app
 from delivered.model.errors import UsageError
 from delivered.operate import notify
 from delivered.operate.notify import Notifier, notifying
-from delivered.operate.problem import Problem
-from delivered.operate.status import Driver, Status
+from delivered.operate.status import Driver, Problem, Status
 from delivered.pipeline.definition import Webhook
 
 TOKEN = "s3cr3t-t0ken"

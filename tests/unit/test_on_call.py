@@ -11,9 +11,8 @@ import pytest
 from delivered.checkpoint import history
 from delivered.checkpoint.history import RUNS_MAX, Run, Sample, Samples, looked_at, new_dead_letters
 from delivered.model.errors import DeliveredError, Unreachable
-from delivered.operate.pace import pace_of
 from delivered.operate.rules import run_problems
-from delivered.operate.status import Driver, SinkStatus, Status
+from delivered.operate.status import Driver, SinkStatus, Status, pace_of
 
 
 def sampled(lags: list[int], reads: list[int], every_s: float = 5.0) -> list[Sample]:

@@ -31,11 +31,9 @@ from delivered.model.schedule import Cadence
 from delivered.model.work import Account, Decision, Ok, Owner
 from delivered.operate.asking import status
 from delivered.operate.continuous import sealed_s, seals_now, unsealed
-from delivered.operate.flow import Flow
 from delivered.operate.metrics import text
-from delivered.operate.page import chain_line, page
-from delivered.operate.seals import SEALS_READ, SealStatus, seal_problems
-from delivered.operate.status import Status
+from delivered.operate.page import Flow, chain_line, page
+from delivered.operate.status import SEALS_READ, SealStatus, Status, seal_problems
 
 EVERY = {"every": "15 min"}
 

@@ -23,7 +23,7 @@ from delivered.engine.context import open_ledger
 from delivered.model.errors import Refused
 from delivered.model.identity import Scope
 from delivered.model.work import Ok, check_format
-from delivered.operate.seals import SealStatus, read_seals, seal_problems, sealed_text
+from delivered.operate.status import SealStatus, read_seals, seal_problems, sealed_text
 from delivered.pipeline import registry
 
 LOST = ("1 records are lost; exactly_once promises none",)

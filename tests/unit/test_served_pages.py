@@ -34,13 +34,9 @@ from delivered.operate import chart
 from delivered.operate import server as page_server
 from delivered.operate.asking import status
 from delivered.operate.dead_letters import DeadLetter
-from delivered.operate.flow import Flow
-from delivered.operate.overview import COLUMNS, Order, Row
-from delivered.operate.pace import Pace
-from delivered.operate.page import Actions, Frame, dead_letters_page, overview, pipeline_page
-from delivered.operate.problem import Problem
+from delivered.operate.page import COLUMNS, Actions, Flow, Frame, Order, Row, dead_letters_page, overview, pipeline_page
 from delivered.operate.server import application
-from delivered.operate.status import Driver, SinkStatus, Status
+from delivered.operate.status import Driver, Pace, Problem, SinkStatus, Status
 from delivered.operate.transactions import is_current
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'>"

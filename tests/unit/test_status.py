@@ -29,9 +29,8 @@ from delivered.contract.source import DedupWindow
 from delivered.engine.owner import _place
 from delivered.model.work import BatchReport, Owner
 from delivered.operate.asking import status
-from delivered.operate.flow import Flow
 from delivered.operate.metrics import serving, text
-from delivered.operate.page import Actions, Frame, page, pipeline_page
+from delivered.operate.page import Actions, Flow, Frame, page, pipeline_page
 from delivered.operate.rules import hanging_transactions, old_transactions, receiver_problems
 from delivered.operate.status import Driver, Status
 from delivered.operate.transactions import Open

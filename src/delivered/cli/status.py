@@ -38,8 +38,7 @@ from delivered.model.limits import NOTIFY_EVERY_S
 from delivered.model.options import is_reference, resolve_secret
 from delivered.operate.asking import files, look, look_at
 from delivered.operate.page import look_with_flow
-from delivered.operate.seals import sealed_text, span
-from delivered.operate.status import Driver, Status, lag_text, not_ready, receivers_text, unanswered
+from delivered.operate.status import Driver, Status, lag_text, not_ready, receivers_text, sealed_text, span, unanswered
 from delivered.pipeline.file import load_file
 
 PathsArgument = Annotated[

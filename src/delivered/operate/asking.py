@@ -31,11 +31,18 @@ from delivered.model.identity import Scope, by_source
 from delivered.model.patience import within
 from delivered.model.secrets import shown
 from delivered.model.work import BatchReport, Decision, LedgerState
-from delivered.operate.pace import pace_of
-from delivered.operate.problem import Problem
 from delivered.operate.rules import problems_of
-from delivered.operate.seals import SealStatus, read_seals, retained_by, unsealed_from
-from delivered.operate.status import Driver, SinkStatus, Status
+from delivered.operate.status import (
+    Driver,
+    Problem,
+    SealStatus,
+    SinkStatus,
+    Status,
+    pace_of,
+    read_seals,
+    retained_by,
+    unsealed_from,
+)
 from delivered.operate.transactions import Open, open_transactions
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint, as_text

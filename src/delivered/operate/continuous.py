@@ -23,7 +23,7 @@ from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
 from delivered.model.schedule import STOP_S_MAX, Cadence, Load, Schedule
 from delivered.operate.asking import ASK_S_MAX, files
-from delivered.operate.seals import SealStatus, read_seals
+from delivered.operate.status import SealStatus, read_seals
 from delivered.pipeline.definition import Definition
 
 log = logging.getLogger(__name__)

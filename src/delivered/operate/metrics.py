@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from delivered.model.errors import UsageError, extra
 from delivered.model.options import check_http_url
 from delivered.model.work import STEPS
-from delivered.operate.seals import SealStatus
-from delivered.operate.status import Driver, Status, unanswered
+from delivered.operate.status import Driver, SealStatus, Status, unanswered
 from delivered.pipeline.receive import MESSAGES, is_dead
 from delivered.pipeline.registry import connector
 

@@ -32,8 +32,7 @@ from delivered.model.options import resolve_secret
 from delivered.model.secrets import without_passwords
 from delivered.model.work import without_format
 from delivered.operate.asking import status
-from delivered.operate.problem import Problem
-from delivered.operate.status import Status, unanswered
+from delivered.operate.status import Problem, Status, unanswered
 from delivered.pipeline.definition import Definition, Webhook
 
 log = logging.getLogger("delivered.notify")

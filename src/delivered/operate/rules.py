@@ -9,10 +9,7 @@ from itertools import pairwise
 from delivered import html
 from delivered.model.dedup import duration
 from delivered.model.work import BatchReport
-from delivered.operate.pace import duration_text
-from delivered.operate.problem import Problem
-from delivered.operate.seals import seal_problems
-from delivered.operate.status import Driver, Status
+from delivered.operate.status import Driver, Problem, Status, duration_text, seal_problems
 from delivered.operate.transactions import Open, is_current
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.receive import is_dead
