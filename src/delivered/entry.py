@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
     from delivered.audit.evidence_file import Bound, Evidence
-    from delivered.audit.keys import KeyShare
     from delivered.audit.recheck import Rechecked
     from delivered.audit.report import AuditReport
-    from delivered.audit.request import Sealing
+    from delivered.audit.request import KeyShare, Sealing
     from delivered.audit.seal import Seal
     from delivered.operate.continuous import ContinuousAudit
     from delivered.operate.replay import Rebuild
@@ -280,8 +279,7 @@ class Pipeline(Definition):
         Raises:
             UsageError: invalid options, several sinks and none named, or one of Spark's own sources.
         """
-        from delivered.audit.keys import KeyShare
-        from delivered.audit.request import check_since, sealing
+        from delivered.audit.request import KeyShare, check_since, sealing
         from delivered.checkpoint.folder import read_logged
 
         if every is not None:
@@ -360,7 +358,7 @@ class Pipeline(Definition):
         how: Sealing | None = None,
         keys: KeyShare | None = None,
     ) -> AuditReport:
-        from delivered.audit.local.audit import audit_here
+        from delivered.audit.local import audit_here
         from delivered.audit.request import NeedsSpark
 
         if keys is None and (spark is None or callable(spark)):
@@ -449,7 +447,7 @@ class Pipeline(Definition):
         wanted: Callable[[Seal], bool],
         say: Callable[[str], None],
     ) -> list[Rechecked]:
-        from delivered.audit.local.audit import recheck_here
+        from delivered.audit.local import recheck_here
         from delivered.audit.request import NeedsSpark
 
         if spark is None or callable(spark):

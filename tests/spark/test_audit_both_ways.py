@@ -19,7 +19,7 @@ from tests.support.without_spark import deliver
 import delivered
 from delivered import Pipeline
 from delivered.audit.evidence import Damage, Verdict
-from delivered.audit.local.audit import audit_here
+from delivered.audit.local import audit_here
 from delivered.audit.report import AuditReport
 from delivered.audit.spark.audit import audit_sink
 from delivered.connectors.log import append

@@ -20,7 +20,7 @@ from tests.support.sweeps import sweep
 
 from delivered.audit.evidence import Counts, Damage
 from delivered.audit.judge import Result
-from delivered.audit.local.reconcile import reconcile as in_process
+from delivered.audit.local import reconcile as in_process
 from delivered.audit.spark.audit import _accepted
 from delivered.audit.spark.reconcile import Slots, _classified, _side, hashed, reconcile
 from delivered.audit.spark.slices import keeps_partitions

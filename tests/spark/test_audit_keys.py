@@ -14,10 +14,9 @@ from tests.support.sweeps import sweep
 
 import delivered
 from delivered.audit.evidence import Counts, Verdict
-from delivered.audit.keys import KeyShare
-from delivered.audit.seal import Seal, chain_faults
-from delivered.audit.sealed import read_sealed
-from delivered.audit.spark.keys import FROM_RECORDS, FROM_SOURCE, FROM_TRANSFORM, SharedKeys
+from delivered.audit.request import KeyShare
+from delivered.audit.seal import Seal, chain_faults, read_sealed
+from delivered.audit.spark.source import FROM_RECORDS, FROM_SOURCE, FROM_TRANSFORM, SharedKeys
 from delivered.checkpoint.history import last_audits
 from delivered.connectors.log import append
 from delivered.engine.context import open_ledger

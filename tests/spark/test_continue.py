@@ -11,7 +11,7 @@ from tests.support.orders import COPY, DELETE, FOREIGN, ROWS, Orders, clean, sta
 from tests.support.sweeps import sweep
 
 from delivered.audit.evidence import Counts, Damage, Verdict
-from delivered.audit.spark.comparison import in_spark
+from delivered.audit.spark.audit import in_spark
 from delivered.connectors.sqlite.read import SqliteScan
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tests.spark.cli_help import WAIT_S, running, until
 from tests.spark.log_to_sqlite import produce
 
 import delivered
-from delivered.audit.sealed import Sealed
+from delivered.audit.seal import Sealed
 from delivered.audit.spark.audit import load_of
 from delivered.checkpoint.history import audits
 from delivered.engine.context import open_ledger

@@ -1,6 +1,6 @@
 """Reconcile in memory: the definition of lost, duplicated, altered, unexpected and reordered.
 
-The Spark job in `delivered.audit.spark.reconcile` does the same with aggregations, `delivered.audit.local.reconcile`
+The Spark job in `delivered.audit.spark.reconcile` does the same with aggregations, `delivered.audit.local`
 by sorting; tests compare them.
 """
 
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from delivered.audit.evidence import Counts
-from delivered.audit.local.reconcile import Side
-from delivered.audit.places import ROW_BITS
+from delivered.audit.evidence import ROW_BITS, Counts
+from delivered.audit.local import Side
 from delivered.model.fingerprint import record_hashes
 
 

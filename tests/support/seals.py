@@ -10,7 +10,7 @@ from typing import Any
 
 import delivered
 from delivered.audit.evidence import Counts, Verdict
-from delivered.audit.keys import KeyCheck, KeyShare
+from delivered.audit.request import KeyCheck, KeyShare
 from delivered.audit.seal import Seal, Sums
 from delivered.engine.context import open_shared_ledger
 from delivered.model.fingerprint import Fingerprint

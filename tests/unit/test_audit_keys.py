@@ -7,7 +7,7 @@ import math
 import pytest
 
 from delivered.audit.evidence import Counts
-from delivered.audit.keys import KeyCheck, KeyShare
+from delivered.audit.request import KeyCheck, KeyShare
 from delivered.model.errors import UsageError
 
 

@@ -20,12 +20,9 @@ from tests.support.reconcile import reconcile as definition
 from tests.support.without_spark import deliver
 
 from delivered import Pipeline
-from delivered.audit.evidence import Counts, Damage, Verdict
-from delivered.audit.judge import NOBODY
-from delivered.audit.local import audit
-from delivered.audit.local.audit import audit_here
-from delivered.audit.local.reconcile import reconcile
-from delivered.audit.places import Places
+from delivered.audit import local
+from delivered.audit.evidence import NOBODY, Counts, Damage, Places, Verdict
+from delivered.audit.local import audit_here, reconcile
 from delivered.audit.request import NeedsSpark
 from delivered.connectors.log import append
 
@@ -161,11 +158,11 @@ def test_more_than_fits_in_memory_is_for_spark(
     """By the ledger's count before anything is read; or while it is read, if the sink holds more."""
     with closing(sqlite3.connect(tmp_path / "shop.db")) as connection, connection:
         connection.execute("INSERT INTO orders SELECT * FROM orders")
-    monkeypatch.setattr(audit, "AUDIT_MEMORY_BYTES", rows_max * 64)
+    monkeypatch.setattr(local, "AUDIT_MEMORY_BYTES", rows_max * 64)
     read: list[str] = []
     with pytest.raises(NeedsSpark, match="MiB"):
         audit_here(Pipeline.from_file(delivered_file), None, 20, None, read.append)
-    monkeypatch.setattr(audit, "AUDIT_MEMORY_BYTES", 5 * ROWS * 64)
+    monkeypatch.setattr(local, "AUDIT_MEMORY_BYTES", 5 * ROWS * 64)
     assert here(Pipeline.from_file(delivered_file)).counts.duplicated == ROWS
 
 

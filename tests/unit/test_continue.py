@@ -17,8 +17,7 @@ from tests.support.without_spark import deliver
 from delivered.audit import sealing
 from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.report import AuditReport
-from delivered.audit.seal import Seal
-from delivered.audit.sealed import read_sealed
+from delivered.audit.seal import Seal, read_sealed
 from delivered.connectors.sqlite.read import SqliteScan
 from delivered.model import step
 from delivered.model.capability import Guarantee

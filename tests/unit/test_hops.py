@@ -10,8 +10,7 @@ import pytest
 from tests.support.seals import chain, linked
 
 from delivered.audit.evidence import Counts, Verdict
-from delivered.audit.seal import Seal
-from delivered.audit.sealed import SealedHop, join, why_apart
+from delivered.audit.seal import Seal, SealedHop, join, why_apart
 from delivered.model.capability import Guarantee
 from delivered.model.identity import Scope
 

@@ -16,8 +16,7 @@ from tests.support.orders import COPY, DELETE, ROWS, Orders
 from delivered.audit.evidence import Verdict
 from delivered.audit.recheck import Again, Rechecked, recheck
 from delivered.audit.request import AuditRequest
-from delivered.audit.seal import Seal, Sums
-from delivered.audit.sealed import current
+from delivered.audit.seal import Seal, Sums, current
 from delivered.connectors.log import append
 from delivered.model.capability import Guarantee
 from delivered.pipeline import registry

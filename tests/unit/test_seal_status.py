@@ -19,8 +19,7 @@ from tests.support.seals import linked
 
 import delivered
 from delivered.audit.evidence import Counts, Verdict
-from delivered.audit.seal import Seal, State, Sums
-from delivered.audit.sealed import read_sealed
+from delivered.audit.seal import Seal, State, Sums, read_sealed
 from delivered.checkpoint import history
 from delivered.connectors.log.produce import append
 from delivered.contract.source import Retained

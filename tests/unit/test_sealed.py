@@ -8,8 +8,7 @@ import pytest
 from tests.support.seals import chain, linked, texts
 
 from delivered.audit.evidence import Verdict
-from delivered.audit.seal import Seal, State, Sums
-from delivered.audit.sealed import REASONS_MAX, current, read_sealed
+from delivered.audit.seal import REASONS_MAX, Seal, State, Sums, current, read_sealed
 from delivered.model.identity import Scope
 from delivered.model.work import Account
 

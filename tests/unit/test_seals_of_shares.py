@@ -17,8 +17,7 @@ from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.evidence_file import Chain, find_faults
 from delivered.audit.recheck import Again, not_compared
 from delivered.audit.report import AuditReport
-from delivered.audit.seal import Seal, State, chain_faults
-from delivered.audit.sealed import read_sealed
+from delivered.audit.seal import Seal, State, chain_faults, read_sealed
 from delivered.engine.context import open_ledger
 from delivered.model.errors import Refused
 from delivered.model.identity import Scope

@@ -44,13 +44,13 @@ from delivered.audit.judge import (
     report_of_ledger,
     report_of_result,
 )
-from delivered.audit.keys import KeyCheck
 from delivered.audit.report import AuditReport, unknown_report
 from delivered.audit.request import (
     AuditRequest,
     BadExpression,
     BatchRange,
     Earlier,
+    KeyCheck,
     NeedsSpark,
     Positions,
     SourceRange,

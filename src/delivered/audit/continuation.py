@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from delivered.audit.evidence import Counts, LedgerAccount, Verdict
-from delivered.audit.judge import NOBODY, Result
+from delivered.audit.evidence import NOBODY, Counts, LedgerAccount, Verdict
+from delivered.audit.judge import Result
 from delivered.audit.report import AuditReport
 from delivered.audit.request import BatchRange, Earlier, Positions, clip, parsed, until
 from delivered.audit.seal import Seal, State, Sums

@@ -19,8 +19,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
-from delivered.audit.seal import Seal, chain_faults, digest_of
-from delivered.audit.sealed import Sealed, read_sealed
+from delivered.audit.seal import Seal, Sealed, chain_faults, digest_of, read_sealed
 from delivered.model.errors import DeliveredError, Refused, UsageError, extra
 
 if TYPE_CHECKING:

@@ -17,7 +17,16 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Self
 
-from delivered.audit.evidence import Counts, Damage, DedupCounts, Fingerprints, LedgerAccount, PartitionLine, Sample
+from delivered.audit.evidence import (
+    NOBODY,
+    Counts,
+    Damage,
+    DedupCounts,
+    Fingerprints,
+    LedgerAccount,
+    PartitionLine,
+    Sample,
+)
 from delivered.audit.report import AuditReport
 from delivered.audit.request import AuditRequest, Earlier, Recompute, SourceRange, parsed, plain
 from delivered.model.capability import Guarantee, OnConflict, WriteMode
@@ -26,8 +35,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.work import Account
 
 _NOTHING = Account()
-NOBODY = "-"
-"""The partition of records that were never sent."""
+
 PARTITIONS_MAX = 1_000
 """Source partitions that are reported individually."""
 

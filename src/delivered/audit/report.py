@@ -24,8 +24,7 @@ from delivered.audit.evidence import (
     Verdict,
     breaches,
 )
-from delivered.audit.keys import KeyCheck
-from delivered.audit.request import Earlier
+from delivered.audit.request import Earlier, KeyCheck
 from delivered.audit.seal import Seal, State
 from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint

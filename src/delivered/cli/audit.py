@@ -109,9 +109,8 @@ def audit(
 ) -> int:
     """Read source and sink back from the last seal on, list lost, duplicated and altered records, and seal what was
     proved; exit code 1 if the guarantee was violated, 3 if unknown."""
-    from delivered.audit.keys import KeyShare
     from delivered.audit.report import render
-    from delivered.audit.request import check_since, sealing
+    from delivered.audit.request import KeyShare, check_since, sealing
     from delivered.checkpoint.folder import read_logged
     from delivered.cli.run import SparkLog, quiet_spark
 

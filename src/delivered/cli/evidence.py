@@ -203,7 +203,7 @@ def _batches(text: str) -> range | None:
 
 
 def _report(output: Output, evidence: Evidence, faults: list[Fault], says: list[str]) -> None:
-    from delivered.audit.keys import found_by
+    from delivered.audit.request import found_by
     from delivered.audit.seal import State
     from delivered.model.identity import batches_text
 

@@ -16,8 +16,7 @@ from statistics import median
 from typing import Any, Self
 
 from delivered import html
-from delivered.audit.seal import Seal, State
-from delivered.audit.sealed import Sealed, SealedRange, read_sealed
+from delivered.audit.seal import Seal, Sealed, SealedRange, State, read_sealed
 from delivered.checkpoint.history import NewDeadLetters, Run, Sample, Totals
 from delivered.checkpoint.sidecar import read_first
 from delivered.contract.source import DedupWindow, HeldBack, Offsets, ReceiverReport, Retained, Source

@@ -1,6 +1,6 @@
 """Audit a chain of pipelines: each hop from its own last seal, as `audit/spark/audit.py` does, then from end to end.
 
-Where the seals join (`audit/sealed.py`), they say what arrived, and only rows on their way are read. Else the first
+Where the seals join (`audit/seal.py`), they say what arrived, and only rows on their way are read. Else the first
 source is compared with the last sink: its rows go through all transforms. Each must be in the last sink, or wait
 between two pipelines, beyond what the later one has decided. Ledgers are read first, then sources and the sink, then
 checkpoints: so each row is found at least once, and once more only if the batch that carries it on had started.
@@ -35,10 +35,8 @@ from delivered.audit.request import (
     plain,
     split_by_transform,
 )
-from delivered.audit.seal import Seal
-from delivered.audit.sealed import Joined, SealedHop, current, join, read_sealed, why_apart
-from delivered.audit.spark.audit import audit_sink, request_for
-from delivered.audit.spark.comparison import stored_rows
+from delivered.audit.seal import Joined, Seal, SealedHop, current, join, read_sealed, why_apart
+from delivered.audit.spark.audit import audit_sink, request_for, stored_rows
 from delivered.audit.spark.reconcile import Slots, canonical_schema, hashed, reconcile, without_order
 from delivered.audit.spark.slices import beyond_rows, keeps_partitions, kept_plain, shuffles_fit_for
 from delivered.audit.spark.source import SentRows, expressions, record_columns, union

@@ -36,11 +36,11 @@ from delivered.audit.judge import (
     report_of_ledger,
     report_of_result,
 )
-from delivered.audit.keys import KeyCheck
 from delivered.audit.report import AuditReport
 from delivered.audit.request import (
     AuditRequest,
     BatchRange,
+    KeyCheck,
     Positions,
     Recompute,
     SourceRange,
@@ -52,11 +52,18 @@ from delivered.audit.request import (
     split_by_transform,
 )
 from delivered.audit.sealing import Seals, read_account, unchanged_cut, why_read_again
-from delivered.audit.spark.keys import FROM_SOURCE, SharedKeys, shared_keys
 from delivered.audit.spark.reconcile import by_partition
 from delivered.audit.spark.replay import AT, BATCH, Script, replay
 from delivered.audit.spark.slices import keeps_partitions, kept_plain, shuffles_fit_for, slice_frame
-from delivered.audit.spark.source import SentRows, expressions, final_state, record_columns
+from delivered.audit.spark.source import (
+    FROM_SOURCE,
+    SentRows,
+    SharedKeys,
+    expressions,
+    final_state,
+    record_columns,
+    shared_keys,
+)
 from delivered.checkpoint.folder import batch_metadata, read_view
 from delivered.contract.sink import BoundedScan
 from delivered.kits.sql.merge import CONFLICT

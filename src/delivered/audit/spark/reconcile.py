@@ -24,9 +24,8 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.types import LongType, StructField, StructType
 from pyspark.sql.window import Window
 
-from delivered.audit.evidence import SHOWN_LENGTH, Counts, Damage, PartitionLine, Sample
+from delivered.audit.evidence import ROW_BITS, SHOWN_LENGTH, Counts, Damage, PartitionLine, Places, Sample
 from delivered.audit.judge import Result
-from delivered.audit.places import ROW_BITS, Places
 from delivered.audit.spark.slices import Mapper, SliceRows
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
 from delivered.model.ranges import fitted
