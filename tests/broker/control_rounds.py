@@ -26,9 +26,16 @@ from confluent_kafka import KafkaException, Producer
 from tests.broker.restart_rounds import INTERVAL, start, use_version
 from tests.kafka_tools import read_committed
 
-from delivered.clients.kafka.listing import open_in, partitions_of
 from delivered.clients.kafka.protocol import Wire
-from delivered.clients.kafka.transactions import OPEN_STATES, Transaction, describe, describe_all, initialise
+from delivered.clients.kafka.transactions import (
+    OPEN_STATES,
+    Transaction,
+    describe,
+    describe_all,
+    initialise,
+    open_in,
+    partitions_of,
+)
 from delivered.model.work import Ok
 from delivered_lab.brokers import kafka as server
 

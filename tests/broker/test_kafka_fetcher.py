@@ -17,7 +17,7 @@ from tests.broker.source_help import Transactions, limit_clients, produce, read_
 from tests.kafka_tools import read_committed
 
 from delivered.clients.kafka.channel import Channel
-from delivered.clients.kafka.fetcher import Fetcher
+from delivered.clients.kafka.consumer import Fetcher
 from delivered.clients.kafka.record_batch import CorruptBatch
 from delivered.connectors.kafka import reader
 from delivered.contract.source import Slice

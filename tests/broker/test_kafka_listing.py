@@ -9,7 +9,7 @@ import pytest
 from confluent_kafka import Consumer, TopicCollection, TopicPartition
 from tests.broker.source_help import produce, source
 
-from delivered.clients.kafka.listing import EARLIEST, LATEST, describe_topics, list_offsets
+from delivered.clients.kafka.consumer import EARLIEST, LATEST, describe_topics, list_offsets
 from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.connectors.kafka.reader import KafkaDriverClient
 from delivered.model.errors import DeliveredError, UsageError

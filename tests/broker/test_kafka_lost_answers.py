@@ -12,8 +12,8 @@ from tests.broker.sink_help import EXACT, SCHEMA, Rig, rows, wait_for
 from tests.kafka_tools import read_committed
 from tests.support.sweeps import sweep
 
-from delivered.clients.kafka import listing
-from delivered.clients.kafka.errors import ProducerError
+from delivered.clients.kafka import transactions
+from delivered.clients.kafka.protocol import ProducerError
 from delivered.clients.kafka.record_batch import SEQUENCES
 from delivered.clients.kafka.sender import Sender
 from delivered.connectors.kafka import writer as warm
@@ -143,7 +143,7 @@ def test_a_batch_that_was_lost_is_not_taken_for_stored_although_a_later_one_is(l
 
 @pytest.mark.matrix
 def test_if_the_broker_cannot_be_asked_the_error_stays(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "_DESCRIBE_PRODUCERS", 9_999)
+    monkeypatch.setattr(transactions, "_DESCRIBE_PRODUCERS", 9_999)
     link.proxy.add(Rule(Api.PRODUCE, NetworkFault.DELAY_REPLY, times=1000, seconds=600))
     link.stage(VALUES, len(VALUES))
     link.kill()

@@ -11,9 +11,16 @@ from tests.broker.lost_ends import Lose, losing, lost_ends
 from tests.broker.sink_help import Rig, prepared, rows, wait_for
 from tests.support.servers import Kafka
 
-from delivered.clients.kafka.listing import open_in, partitions_of
 from delivered.clients.kafka.protocol import Wire
-from delivered.clients.kafka.transactions import Transaction, TransactionState, describe, describe_all, listed
+from delivered.clients.kafka.transactions import (
+    Transaction,
+    TransactionState,
+    describe,
+    describe_all,
+    listed,
+    open_in,
+    partitions_of,
+)
 from delivered.connectors.kafka import CONNECTOR, writes
 from delivered.connectors.kafka.committer import marker_partition
 from delivered.connectors.kafka.topics import STATE_PARTITION, ledger_topic

@@ -11,12 +11,10 @@ from contextlib import suppress
 import pytest
 from tests.support.lying_broker import LyingBroker, fetched
 
-from delivered.clients.kafka.channel import header_bytes, varint
-from delivered.clients.kafka.errors import NoAnswer
-from delivered.clients.kafka.fetcher import Fetcher, Response
-from delivered.clients.kafka.listing import batches_before, open_in
+from delivered.clients.kafka.channel import NoAnswer, header_bytes, varint
+from delivered.clients.kafka.consumer import Fetcher, Response, batches_before
 from delivered.clients.kafka.protocol import Wire
-from delivered.clients.kafka.transactions import describe, listed
+from delivered.clients.kafka.transactions import describe, listed, open_in
 from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from delivered.clients.kafka.channel import security, unreachable
-from delivered.clients.kafka.errors import Closed, NotSent
+from delivered.clients.kafka.channel import Closed, NotSent, security, unreachable
 from delivered.clients.kafka.settings import check_client, client_options, protocol_of, resolved
 from delivered.connectors.kafka import CONNECTOR, options
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError

@@ -14,7 +14,7 @@ from tests.support.certificates import Authority
 from tests.support.token_server import CLIENT, SECRET, TokenServer
 
 from delivered.clients.kafka import sasl, settings
-from delivered.clients.kafka.errors import CredentialsRefused, NoCredentials
+from delivered.clients.kafka.channel import CredentialsRefused, NoCredentials
 from delivered.clients.kafka.sasl import Tls, build_context, pem, token_for
 from delivered.clients.kafka.settings import (
     SETTINGS,

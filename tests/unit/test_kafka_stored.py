@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from delivered.clients.kafka import listing
-from delivered.clients.kafka.listing import BatchHeader, headers
+from delivered.clients.kafka import transactions
+from delivered.clients.kafka.consumer import BatchHeader, headers
 from delivered.clients.kafka.record_batch import HEADER_BYTES, SEQUENCES
 
 HALF = SEQUENCES // 2
@@ -25,14 +25,14 @@ def batch(offset: int, sequence: int, count: int = 10, flags: int = 0x10, produc
 def is_in(log: bytes, sequence: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a batch of ten records is found in a log that is returned once."""
     answers = [log]
-    monkeypatch.setattr(listing, "_led", lambda *_: SimpleNamespace(node=1, epoch=0))
-    monkeypatch.setattr(listing, "Response", lambda body: SimpleNamespace(error=0, records=body))
+    monkeypatch.setattr(transactions, "find_leader", lambda *_: SimpleNamespace(node=1, epoch=0))
+    monkeypatch.setattr(transactions, "Response", lambda body: SimpleNamespace(error=0, records=body))
 
     def post(*_: object) -> Any:
         return SimpleNamespace(body=lambda _: answers.pop() if answers else b"")
 
     sent: BatchHeader = next(headers(batch(0, sequence)))
-    return listing._is_in_log(SimpleNamespace(post=post), ("t", 0), sent, 0, 0.0)  # type: ignore[arg-type]
+    return transactions._is_in_log(SimpleNamespace(post=post), ("t", 0), sent, 0, 0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sequence", [0, HALF - 5, HALF + 5, SEQUENCES - 5])

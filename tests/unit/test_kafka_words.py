@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from delivered.clients.kafka.errors import ConnectionErrors, Failures
+from delivered.clients.kafka.librdkafka import ConnectionErrors
+from delivered.clients.kafka.protocol import Failures
 
 WHY, THAT = ("_TRANSPORT", "127.0.0.1:1: Connection refused"), ("_ALL_BROKERS_DOWN", "0/2 brokers are down")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,12 +13,11 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from delivered.clients.kafka.errors import ConnectionErrors, Failures, ProducerError, config_error, explain
-from delivered.clients.kafka.fetcher import Fetched
-from delivered.clients.kafka.protocol import server_name
+from delivered.clients.kafka.consumer import Fetched
+from delivered.clients.kafka.protocol import Failures, ProducerError, explain, replaces, server_name
 from delivered.clients.kafka.record_batch import Headers, Partition, Rows
 from delivered.clients.kafka.settings import OAUTHBEARER, mechanism_of, protocol_of, resolved
-from delivered.model.errors import BadRecord, extra
+from delivered.model.errors import BadRecord, UsageError, extra
 from delivered.model.limits import SOURCE_QUEUE_KBYTES
 from delivered.model.patience import Stall
 from delivered.source import HEADERS, TIMESTAMP, columns, header_name, micros
@@ -56,7 +56,20 @@ def connect(make: Callable[[dict[str, Any]], T], owner: str, settings: Mapping[s
         given = {"security.protocol": protocol_of(settings), **_login(settings)}
         return make({**given, "logger": ClientLog(), **callbacks})
     except kafka_client().KafkaException as error:
-        raise config_error(error.args[0].str(), owner, next(iter(settings)) if len(settings) == 1 else None) from None
+        raise _config_error(error.args[0].str(), owner, next(iter(settings)) if len(settings) == 1 else None) from None
+
+
+def _config_error(detail: str, owner: str, name: str | None = None) -> UsageError:
+    """librdkafka rejected a setting; `name` if known."""
+    found = re.search(r'property:? "([^"]+)"', detail)
+    named = name or (found[1] if found else None)
+    name = f"'kafka.{named}'" if named else "with the prefix 'kafka.'"
+    return UsageError(
+        "OPTION_UNKNOWN.LIBRDKAFKA" if found and "No such" in detail else "OPTION_VALUE.LIBRDKAFKA",
+        owner=owner,
+        name=name,
+        detail=detail,
+    )
 
 
 def _login(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +102,7 @@ def _token(settings: Mapping[str, Any], _: str) -> tuple[str, float, str, dict[s
     return token.text, time.time() + token.left_s, "", dict(token.extensions)
 
 
-# Its producer and its consumer, with the methods of `sender.Sender` and `fetcher.Fetcher`.
+# Its producer and its consumer, with the methods of `sender.Sender` and `consumer.Fetcher`.
 
 _POLL_S = 0.005
 """How long a writer sleeps while the queue is full."""
@@ -259,8 +272,29 @@ def consumer_settings(client: Mapping[str, str]) -> dict[str, str]:
     return {**_CONSUMER, **client, **_CONSUMER_FIXED}
 
 
+class ConnectionErrors:
+    """Remembers why connections fail: librdkafka reports that apart from the requests, which merely time out.
+
+    Attributes:
+        refused: a TLS or authentication error, which no retry fixes.
+    """
+
+    def __init__(self) -> None:
+        self.last = ""
+        self.refused: tuple[str, str] | None = None
+
+    def __call__(self, error: Any) -> None:
+        self.note(error.name(), error.str())
+
+    def note(self, name: str, detail: str) -> None:
+        if replaces(name, self.last):
+            self.last = detail
+        if name in ("_AUTHENTICATION", "_SSL"):
+            self.refused = (name, detail)
+
+
 class Consumer:
-    """See `fetcher.Fetcher`. Not thread-safe."""
+    """See `consumer.Fetcher`. Not thread-safe."""
 
     def __init__(self, owner: str, client: Mapping[str, str], headers: bool) -> None:
         self._owner, self._servers = owner, client["bootstrap.servers"]

@@ -13,14 +13,22 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from delivered.clients.kafka.channel import Channel, Pending, only, security, unreachable
-from delivered.clients.kafka.errors import NoAnswer, NotSent, Rejected
+from delivered.clients.kafka.channel import (
+    Channel,
+    NoAnswer,
+    NotSent,
+    Pending,
+    Rejected,
+    only,
+    security,
+    unreachable,
+)
 from delivered.clients.kafka.settings import PORT
-from delivered.model.errors import MissingExtra
+from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError, did_you_mean
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import parse_addresses
 from delivered.model.patience import call_kind, left_s, patience_s, wait_out
@@ -546,3 +554,96 @@ def ask_member(wire: Cluster, node: int, request: Any, deadline: float) -> Any |
                 raise
         time.sleep(pause)
         pause = min(pause * 1.5, 0.5)
+
+
+# Errors by the names of Kafka and librdkafka: in words, and those of a producer.
+
+
+def explain(owner: str, name: str, detail: str, what: str, servers: str, known: Collection[str] = ()) -> DeliveredError:
+    """An error of a broker or of librdkafka, in words.
+
+    Args:
+        owner: of the options: "delivered_kafka source".
+        name: of the error, as Kafka or librdkafka has it: "UNKNOWN_TOPIC_OR_PART".
+        what: the requested topic, partition or group.
+        known: topics that there are.
+    """
+    if name in (
+        "UNKNOWN_TOPIC_OR_PART",
+        "UNKNOWN_TOPIC_OR_PARTITION",
+        "_UNKNOWN_TOPIC",
+        "_UNKNOWN_PARTITION",
+        "UNKNOWN_TOPIC_ID",
+    ):
+        near = did_you_mean(what, known)
+        return UsageError("TOPIC_MISSING.KAFKA_READ", owner=owner, topic=what, servers=servers, hint=near)
+    if name in ("TOPIC_EXCEPTION", "INVALID_TOPIC_EXCEPTION", "INVALID_TOPIC"):
+        return UsageError("TOPIC_INVALID.BROKER", owner=owner, servers=servers, topic=what)
+    if "AUTHORIZATION_FAILED" in name:
+        return UsageError("NOT_PERMITTED.KAFKA_READ", owner=owner, what=what, servers=servers, name=name)
+    if name in ("_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED", "_SSL"):
+        return Unreachable("CREDENTIALS_REFUSED", owner=owner, servers=servers, detail=detail)
+    return Unreachable("KAFKA_UNREACHABLE.REQUEST", owner=owner, servers=servers, what=what, name=name, detail=detail)
+
+
+def replaces(name: str, known: str) -> bool:
+    """Whether an error replaces the last one: "all brokers down" must not hide its cause ("Connection refused")."""
+    return name != "_ALL_BROKERS_DOWN" or not known
+
+
+class ProducerError(Exception):
+    """A client error. `name` is librdkafka's, without the prefix.
+
+    Attributes:
+        away: no broker answered.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+        self.reason = reason
+        self.fenced = name in ("_FENCED", "PRODUCER_FENCED", "INVALID_PRODUCER_EPOCH")
+        self.topic_unknown = name in ("_UNKNOWN_TOPIC", "UNKNOWN_TOPIC_OR_PART")
+        self.away = name in ("_TIMED_OUT", "_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "LEADER_NOT_AVAILABLE")
+        self.no_permission = name in ("_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED") or name in _NO_PERMISSION
+
+
+_NO_PERMISSION = {f"{what}_AUTHORIZATION_FAILED" for what in ("TOPIC", "TRANSACTIONAL_ID", "CLUSTER")}
+_CONSEQUENCES = frozenset({"_PURGE_QUEUE", "_PURGE_INFLIGHT"})
+"""Errors of records that the client dropped because another record failed."""
+
+
+@dataclass
+class Failures:
+    """Undelivered records: how many, and the error of the first one that failed by itself.
+
+    Attributes:
+        largest: key and value of the largest, in bytes.
+        last_error: the client's last connection error, with its cause.
+        fatal: name of the error after which the client stopped sending; later records just fail with "_FATAL".
+    """
+
+    count: int = 0
+    name: str = ""
+    largest: int = 0
+    last_error: str = ""
+    fatal: str = ""
+    by_name: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, size: int) -> None:
+        if self.count == 0 or self.name in _CONSEQUENCES:
+            self.name = name
+        self.count += 1
+        self.largest = max(self.largest, size)
+        self.by_name[name] = self.by_name.get(name, 0) + 1
+
+    def note(self, name: str, detail: str) -> None:
+        """Keep a connection error of the client."""
+        if replaces(name, self.last_error):
+            self.last_error = f"{name}: {detail}"
+
+    def hint(self) -> str:
+        return f" (last error: {self.last_error})" if self.last_error else ""
+
+    def clear(self) -> None:
+        self.count, self.name, self.largest, self.by_name = 0, "", 0, {}

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from delivered.clients.kafka.errors import CredentialsRefused, NoCredentials, Rejected
+from delivered.clients.kafka.channel import CredentialsRefused, NoCredentials, Rejected
 from delivered.clients.kafka.settings import (
     ENDPOINT,
     OAUTHBEARER,

@@ -14,11 +14,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.clients.kafka import protocol, record_batch
-from delivered.clients.kafka.channel import Buffer, Pending
-from delivered.clients.kafka.errors import Failures, NoAnswer, NotSent, ProducerError
-from delivered.clients.kafka.protocol import Confirmation, NoTopic, Wire, is_leader, server_name
+from delivered.clients.kafka.channel import Buffer, NoAnswer, NotSent, Pending
+from delivered.clients.kafka.consumer import headers
+from delivered.clients.kafka.protocol import (
+    Confirmation,
+    Failures,
+    NoTopic,
+    ProducerError,
+    Wire,
+    is_leader,
+    server_name,
+)
 from delivered.clients.kafka.record_batch import RECORD_OVERHEAD, SEQUENCES, Headers, Rows
-from delivered.clients.kafka.transactions import Transaction
+from delivered.clients.kafka.transactions import Transaction, end_request, is_stored
 from delivered.model.errors import BadRecord
 from delivered.model.limits import RECORD_BATCH_BYTES_MAX, REQUEST_TIMEOUT_S
 from delivered.model.patience import Stall
@@ -639,8 +647,6 @@ class Sender:
         """
         from kafka.protocol.producer.transaction import InitProducerIdRequest
 
-        from delivered.clients.kafka.transactions import end_request
-
         held, deadline = self._held, time.monotonic() + timeout_s
         self.close()
         while self._requests and time.monotonic() < deadline:
@@ -858,8 +864,6 @@ class Sender:
         """The broker does not recognise a batch that was sent again: it is missing, or the broker was killed after it
         had stored this and later ones. What a broker that was killed still knows of a producer is its last batch.
         """
-        from delivered.clients.kafka.listing import headers, is_stored
-
         at, [sent] = (queue.topic, queue.partition), headers(batch.data)
         try:
             if is_stored(self._wire, at, sent, queue.end, time.monotonic() + REQUEST_TIMEOUT_S):

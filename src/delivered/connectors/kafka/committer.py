@@ -20,21 +20,25 @@ from dataclasses import dataclass
 from functools import partial
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.channel import Channel
-from delivered.clients.kafka.errors import NoAnswer
-from delivered.clients.kafka.listing import OpenAt, end_at, held, hidden_in, open_in, partitions_of
+from delivered.clients.kafka.channel import Channel, NoAnswer
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.record_batch import Partition
 from delivered.clients.kafka.transactions import (
     OPEN_STATES,
+    OpenAt,
     Transaction,
     TransactionState,
     describe,
     describe_all,
     end,
     end_all,
+    end_at,
+    held,
+    hidden_in,
     listed,
     named,
+    open_in,
+    partitions_of,
 )
 from delivered.connectors.kafka.options import SinkOptions
 from delivered.connectors.kafka.topics import (

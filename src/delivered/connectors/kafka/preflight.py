@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.errors import NoAnswer
-from delivered.clients.kafka.listing import BROKER_CONFIG, TOPIC_CONFIG, describe_configs
+from delivered.clients.kafka.channel import NoAnswer
+from delivered.clients.kafka.consumer import BROKER_CONFIG, TOPIC_CONFIG, describe_configs
 from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.connectors.kafka.options import SinkOptions, is_internal
 from delivered.connectors.kafka.topics import COPIES, PARTITIONS, find_replication_factor, ledger_topic

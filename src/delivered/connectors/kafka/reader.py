@@ -14,11 +14,10 @@ from typing import Protocol, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.clients.kafka import listing
-from delivered.clients.kafka.errors import NoAnswer, explain
-from delivered.clients.kafka.fetcher import Fetched, Fetcher
-from delivered.clients.kafka.listing import Topic
-from delivered.clients.kafka.protocol import NoTopic, Wire
+from delivered.clients.kafka import consumer
+from delivered.clients.kafka.channel import NoAnswer
+from delivered.clients.kafka.consumer import Fetched, Fetcher, Topic
+from delivered.clients.kafka.protocol import NoTopic, Wire, explain
 from delivered.clients.kafka.record_batch import BatchTooLarge, Partition
 from delivered.clients.kafka.settings import resolved
 from delivered.connectors.kafka.options import (
@@ -46,7 +45,7 @@ from delivered.source import US_MAX, US_MIN, Range, columns
 # The driver's requests of the Kafka source: partitions, offsets, and offsets of a consumer group.
 
 T = TypeVar("T")
-_TIMES = {EARLIEST: listing.EARLIEST, LATEST: listing.LATEST}
+_TIMES = {EARLIEST: consumer.EARLIEST, LATEST: consumer.LATEST}
 
 
 class KafkaDriverClient:
@@ -104,7 +103,7 @@ class KafkaDriverClient:
         """Topic and description; with a pattern, None for a topic that no longer exists."""
         if not names:
             return []
-        found = self.ask(partial(listing.describe_topics, names=names), ",".join(names))
+        found = self.ask(partial(consumer.describe_topics, names=names), ",".join(names))
         if self._options.pattern is None or missing_is_an_error:
             for name, topic in found.items():
                 if topic is None:
@@ -139,7 +138,7 @@ class KafkaDriverClient:
         """Offset and leader epoch."""
         times = {p: v.ms if isinstance(v, Timestamp) else _TIMES[v] for p, v in ask.items()}
         committed_only = self._options.committed_only
-        return self.ask(partial(listing.list_offsets, asked=times, committed_only=committed_only), self._options.what)
+        return self.ask(partial(consumer.list_offsets, asked=times, committed_only=committed_only), self._options.what)
 
     def bounds(self, partition: Partition) -> tuple[int, int]:
         """First offset and end of one partition; (0, 0) if the partition does not exist."""
@@ -155,17 +154,17 @@ class KafkaDriverClient:
 
     def group_members(self, group: str) -> int:
         """Number of consumers in a group now."""
-        return self.ask(partial(listing.group_members, group=group), group)
+        return self.ask(partial(consumer.group_members, group=group), group)
 
     def committed(self, group: str, partitions: list[Partition]) -> dict[Partition, int]:
         """Offsets that a consumer group has committed, of these partitions. Raises Unreachable, UsageError."""
-        ask = partial(listing.committed_offsets, group=group, partitions=partitions)
+        ask = partial(consumer.committed_offsets, group=group, partitions=partitions)
         return self.ask(ask, f"group {group}")
 
     def commit(self, group: str, at: Mapping[Partition, int]) -> None:
         """Commit offsets to a consumer group. Raises Unreachable, UsageError."""
         if at:
-            self.ask(partial(listing.commit_offsets, group=group, at=at), f"group {group}", CONNECT_TIMEOUT_S)
+            self.ask(partial(consumer.commit_offsets, group=group, at=at), f"group {group}", CONNECT_TIMEOUT_S)
 
     def ask(self, ask: Callable[[Wire], T], what: str, longest_s: float | None = None) -> T:
         """Ask until there is an answer: for 10 s, or for 120 s if brokers answered before and may be restarting.
@@ -177,7 +176,7 @@ class KafkaDriverClient:
         try:
             with nullcontext() if longest_s is None else within(longest_s):
                 return wire.patiently(lambda: ask(wire))
-        except listing.Refusal as error:
+        except consumer.Refusal as error:
             raise explain(OWNER, error.name, str(error), error.what, servers) from None
         except NoTopic as error:
             raise explain(OWNER, "UNKNOWN_TOPIC_OR_PART", str(error), what, servers) from None

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from delivered.clients.kafka.listing import TOPIC_CONFIG, describe_configs, log_bytes
+from delivered.clients.kafka.consumer import TOPIC_CONFIG, describe_configs, log_bytes
 from delivered.clients.kafka.record_batch import Partition
 from delivered.connectors.kafka.options import EARLIEST, LATEST, Positions, SourceOptions
 from delivered.connectors.kafka.reader import KafkaDriverClient, find_write_times, joined

@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from delivered.clients.kafka.errors import NoAnswer
+from delivered.clients.kafka.channel import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.clients.kafka.transactions import Transaction
 from delivered.connectors.kafka.topics import (

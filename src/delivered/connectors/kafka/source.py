@@ -12,9 +12,8 @@ from typing import Self, TypeVar
 import pyarrow as pa
 import tenacity
 
-from delivered.clients.kafka.channel import unreachable
-from delivered.clients.kafka.errors import NoAnswer
-from delivered.clients.kafka.listing import BatchHeader, EpochEnd, batches_before, epoch_ends
+from delivered.clients.kafka.channel import NoAnswer, unreachable
+from delivered.clients.kafka.consumer import BatchHeader, EpochEnd, batches_before, epoch_ends
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.record_batch import Partition
 from delivered.connectors.kafka.options import (
@@ -62,7 +61,7 @@ from delivered.source import Range, admit, columns, split
 #
 # A log can lose its end: an unclean leader election, a broker with an older copy of its disk. Once it has grown past
 # the position, offsets alone do not show it. The epoch of the leader that named the position does: see
-# `delivered.clients.kafka.listing`.
+# `delivered.clients.kafka.consumer`.
 
 _PAUSE_S = 0.2
 _CLEANED = 1 << 6

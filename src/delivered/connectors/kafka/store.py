@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
-from delivered.clients.kafka.errors import NoAnswer
+from delivered.clients.kafka.channel import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.connectors.kafka.options import LEDGER_TOPICS, SinkOptions
 from delivered.connectors.kafka.topics import (

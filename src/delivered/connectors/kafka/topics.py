@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.channel import only
-from delivered.clients.kafka.errors import NoAnswer
+from delivered.clients.kafka.channel import NoAnswer, only
 from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.clients.kafka.record_batch import library
 from delivered.clients.kafka.transactions import (

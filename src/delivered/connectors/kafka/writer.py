@@ -15,13 +15,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.clients.kafka.errors import Failures, NoAnswer, ProducerError
+from delivered.clients.kafka.channel import NoAnswer
 from delivered.clients.kafka.librdkafka import Producer
-from delivered.clients.kafka.listing import open_in
-from delivered.clients.kafka.protocol import Wire, server_name
+from delivered.clients.kafka.protocol import Failures, ProducerError, Wire, server_name
 from delivered.clients.kafka.record_batch import Rows
 from delivered.clients.kafka.sender import Cluster, Sender
-from delivered.clients.kafka.transactions import Transaction, TransactionState, describe, initialise, producer_id
+from delivered.clients.kafka.transactions import (
+    Transaction,
+    TransactionState,
+    describe,
+    initialise,
+    open_in,
+    producer_id,
+)
 from delivered.connectors.kafka import columns
 from delivered.connectors.kafka.committer import marker_key, marker_partition, marker_value, written_partitions
 from delivered.connectors.kafka.options import SINK_OWNER, SINK_SETTINGS, SinkOptions, by_arrow, producer_config

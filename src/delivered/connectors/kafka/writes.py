@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.errors import NoAnswer, NotSent
+from delivered.clients.kafka.channel import NoAnswer, NotSent
 from delivered.clients.kafka.protocol import FATAL, Wire, is_leader, name_of, retried
 from delivered.clients.kafka.sender import VERDICTS, Verdict
 from delivered.clients.kafka.transactions import Transaction, describe, end, end_request, initialise

@@ -1,25 +1,31 @@
-"""What a driver asks brokers about topics: offsets, groups, a log's history, and transactions open in partitions."""
+"""What a consumer asks brokers: topics, offsets, groups, a log's history, and records by Fetch requests."""
 
 from __future__ import annotations
 
 import base64
 import struct
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
+
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.channel import Buffer, Channel, Pending, only
-from delivered.clients.kafka.errors import NoAnswer, NotSent
-from delivered.clients.kafka.fetcher import Response
-from delivered.clients.kafka.protocol import Leader, NoTopic, Wire, ask_member, name_of
-from delivered.clients.kafka.record_batch import HEADER_BYTES, SEQUENCES, Partition, by_topic
+from delivered.clients.kafka.channel import Buffer, NoAnswer, NotSent, Pending, only, varint
+from delivered.clients.kafka.protocol import Leader, NoTopic, Wire, ask_member, explain, name_of
+from delivered.clients.kafka.record_batch import HEADER_BYTES, CorruptBatch, Decoded, Partition, by_topic, decode
+from delivered.clients.kafka.settings import committed_only, resolved
 from delivered.model.errors import UsageError
-from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
-from delivered.model.patience import left_s, patience_s
-from delivered.model.work import Failed, Ok, Outcome, Unknown
+from delivered.model.limits import (
+    CONNECT_TIMEOUT_S,
+    DECOMPRESSED_BYTES_MAX,
+    KAFKA_RESPONSE_BYTES_MAX,
+    REQUEST_TIMEOUT_S,
+)
+from delivered.model.patience import patience_s, within
+from delivered.source import columns
 
 # What a reader's driver asks brokers: topics, offsets of partitions, offsets and members of consumer groups.
 
@@ -250,7 +256,8 @@ def _check(code: int, what: str) -> None:
 
 _EPOCH_END, _EPOCH_END_VERSIONS = 23, (2, 3)
 """OffsetForLeaderEpoch; since version 2 (Kafka 2.1) a consumer may ask, and an outdated leader refuses to answer."""
-_FETCH, _FETCH_VERSION = 1, 12
+FETCH, FETCH_VERSION = 1, 12
+"""The last that names topics; the fields up to the records are read here, so that these are not copied."""
 _RECORDS_V2 = 2
 _PREFIX_BYTES = 12
 """Of a record batch, before what its length counts."""
@@ -306,12 +313,12 @@ def epoch_ends(wire: Wire, epochs: Mapping[Partition, int]) -> dict[Partition, E
         left = {p: e for p, e in epochs.items() if p not in found}
         by_node: dict[int, dict[Partition, tuple[int, int]]] = {}
         for partition, epoch in left.items():
-            leader = _led(wire, partition)
+            leader = find_leader(wire, partition)
             by_node.setdefault(leader.node, {})[partition] = (leader.epoch, epoch)
         for node, wanted in by_node.items():
             for topic in wire.ask(_request(wanted), node).topics:
                 for answer in topic.partitions:
-                    known = _answered(answer.error_code, (topic.topic, answer.partition))
+                    known = is_answered(answer.error_code, (topic.topic, answer.partition))
                     end = EpochEnd(answer.leader_epoch, answer.end_offset) if known else None
                     found[topic.topic, answer.partition] = end
 
@@ -319,7 +326,7 @@ def epoch_ends(wire: Wire, epochs: Mapping[Partition, int]) -> dict[Partition, E
     return {p: end for p, end in found.items() if end is not None}
 
 
-def _led(wire: Wire, partition: Partition) -> Leader:
+def find_leader(wire: Wire, partition: Partition) -> Leader:
     try:
         return wire.led(*partition)
     except protocol.NoTopic as error:  # a broker that has just started may not know it yet
@@ -340,7 +347,7 @@ def _request(wanted: Mapping[Partition, tuple[int, int]]) -> Any:
     return Request(replica_id=-1, topics=asked, min_version=low, max_version=high)
 
 
-def _answered(code: int, partition: Partition) -> bool:
+def is_answered(code: int, partition: Partition) -> bool:
     """Whether there is an answer; False: never, as from a server that does not implement the request."""
     if code == protocol.TOPIC_AUTHORIZATION_FAILED:
         raise UsageError("NOT_PERMITTED.KAFKA_DESCRIBE", topic=partition[0])
@@ -358,16 +365,16 @@ def batches_before(wire: Wire, ends: Mapping[Partition, int]) -> dict[Partition,
         NoAnswer: none within two minutes.
         UsageError: the user may not read a topic.
     """
-    if wire.patiently(wire.channel).versions.api_versions.get(_FETCH, (0, 0))[1] < _FETCH_VERSION:
+    if wire.patiently(wire.channel).versions.api_versions.get(FETCH, (0, 0))[1] < FETCH_VERSION:
         return {}
     found: dict[Partition, BatchHeader | None] = {}
 
     def ask() -> None:
         for partition, end in _left(ends, found):
-            leader = _led(wire, partition)
-            pending = wire.post(_fetch(partition, end - 1, leader.epoch), leader.node)
+            leader = find_leader(wire, partition)
+            pending = wire.post(fetch_request(partition, end - 1, leader.epoch, 1), leader.node)
             response = Response(pending.body(REQUEST_TIMEOUT_S))
-            found[partition] = _header(response.records, end) if _answered(response.error, partition) else None
+            found[partition] = _header(response.records, end) if is_answered(response.error, partition) else None
 
     wire.patiently(ask)
     return {p: header for p, header in found.items() if header is not None}
@@ -377,21 +384,34 @@ def _left(ends: Mapping[Partition, int], found: Mapping[Partition, object]) -> I
     return [(p, end) for p, end in ends.items() if end > 0 and p not in found]
 
 
-def _fetch(partition: Partition, offset: int, epoch: int, bytes_max: int = 1) -> Any:
+def fetch_request(
+    partition: Partition,
+    offset: int,
+    leader_epoch: int,
+    bytes_max: int,
+    *,
+    partition_bytes_max: int | None = None,
+    wait_ms: int = 0,
+    committed_only: bool = False,
+) -> Any:
+    """Fetch of one partition. `wait_ms`: how long the broker may wait for a first record."""
     from kafka.protocol.consumer import FetchRequest
 
-    FetchTopic = FetchRequest.FetchTopic  # noqa: N806 - a class
+    (topic, number), FetchTopic = partition, FetchRequest.FetchTopic  # noqa: N806 - a class
     place = FetchTopic.FetchPartition(
-        partition=partition[1], current_leader_epoch=epoch, fetch_offset=offset, partition_max_bytes=bytes_max
+        partition=number,
+        current_leader_epoch=leader_epoch,
+        fetch_offset=offset,
+        partition_max_bytes=partition_bytes_max or bytes_max,
     )
     return FetchRequest(
-        max_wait_ms=0,
-        min_bytes=0,
+        max_wait_ms=wait_ms,
+        min_bytes=1 if wait_ms else 0,
         max_bytes=bytes_max,
-        isolation_level=0,
-        topics=[FetchTopic(topic=partition[0], partitions=[place])],
-        min_version=_FETCH_VERSION,
-        max_version=_FETCH_VERSION,
+        isolation_level=int(committed_only),
+        topics=[FetchTopic(topic=topic, partitions=[place])],
+        min_version=FETCH_VERSION,
+        max_version=FETCH_VERSION,
     )
 
 
@@ -415,340 +435,263 @@ def headers(records: Buffer) -> Iterator[BatchHeader]:
         at += _PREFIX_BYTES + length
 
 
-# Transactions by the producer state of partitions, which says what their coordinator may not know (P28).
+# Records of partitions: record batches in, Arrow columns out.
+#
+# As soon as a response is here, the next request is sent, so that the broker and the network work while this one is
+# decoded. At most one response is held, and a few MB of its records decompressed.
 
-_PARTITIONS_PER_REQUEST = 500
-_DESCRIBE_PRODUCERS = 61
-_CONTROL = 1 << 5
-"""Flag of a batch that holds a transaction's marker: its producer's, with a sequence that is none."""
-_SEARCHED_BYTES = 1 << 20
-"""Of a log, in one request."""
-_COMMITTED, _UNCOMMITTED = 1, 0
-_LATEST = -1
-_TIMED_OUT = 7
-_NOT_ENOUGH_REPLICAS, _NOT_ENOUGH_REPLICAS_AFTER_APPEND = 19, 20
-_STORAGE_ERROR, _OFFSET_NOT_AVAILABLE = 56, 78
-_RETRIED = frozenset(
-    {
-        protocol.LEADER_NOT_AVAILABLE,
-        protocol.NOT_LEADER,
-        _TIMED_OUT,
-        _NOT_ENOUGH_REPLICAS,
-        _NOT_ENOUGH_REPLICAS_AFTER_APPEND,
-        _STORAGE_ERROR,
-        _OFFSET_NOT_AVAILABLE,
-    }
-)
-_DENIED = frozenset({protocol.TOPIC_AUTHORIZATION_FAILED})
+FETCH_BYTES = 4 << 20
+CHUNK_BYTES = 2 << 20
+"""Decompressed records in one RecordBatch."""
+_WAIT_MS = 10
+_ABORTED_BYTES_MIN = 17
+_PAUSE_S = 0.1
+
+_UNKNOWN_PARTITION = {3, 100, 103}
+_MOVED = {5, 6, 7, 8, 9, 13, 56, 74, 75, 78, -1, 2}
+"""Errors that a later request may not meet, most of them at another broker."""
+_LIES = (struct.error, IndexError, ValueError)
+"""What a response raises that is not what it says to be."""
 
 
-@dataclass(frozen=True, order=True)
-class OpenAt:
-    """A producer's open transaction in one partition.
+@dataclass
+class Fetched:
+    """Result of one call.
 
     Attributes:
-        epoch: of the newest records of this producer there.
-        start: offset of the transaction's first record: readers with read_committed see nothing from there on.
+        batch: records in offset order, all below the requested end; None: none.
+        position: every visible record below it was returned; -1: no progress.
+        end_of_log: the broker had nothing beyond `position` at that moment.
+        out_of_range: the broker does not have the requested offset.
+        unknown: the broker does not know the partition (perhaps only for a moment, after a restart).
     """
 
-    topic: str
-    partition: int
-    producer_id: int
-    epoch: int
-    coordinator_epoch: int
-    start: int
-
-    def __str__(self) -> str:
-        return f"{self.topic}-{self.partition} from offset {self.start}"
+    batch: pa.RecordBatch | None = None
+    position: int = -1
+    end_of_log: bool = False
+    out_of_range: bool = False
+    unknown: bool = False
 
 
-def held(wire: Wire) -> dict[int, Channel]:
-    """Open connections, by node. One that stays open proves that its broker did not restart."""
-    return {n: c for n, c in list(wire._channels.items()) if n is not None and c.usable()}
-
-
-def partitions_of(wire: Wire, topics: Iterable[str]) -> list[Partition]:
-    """All partitions of these topics; of those that do not exist, none. Raises NoAnswer."""
-    found: list[Partition] = []
-    for topic in topics:
-
-        def ask(topic: str = topic) -> Any:
-            answer = wire.topic(topic)
-            if answer.error_code not in (protocol.NONE, protocol.UNKNOWN_TOPIC_OR_PARTITION, *_DENIED):
-                raise NoAnswer(f"topic {topic!r}: {name_of(answer.error_code)}")
-            return answer
-
-        found += [(topic, p.partition_index) for p in wire.patiently(ask).partitions]
-    return found
-
-
-def open_in(
-    wire: Wire, partitions: Iterable[Partition], producer_ids: Collection[int], deadline: float
-) -> tuple[list[OpenAt], list[Partition]]:
-    """Open transactions of these producers, from the partitions' leaders.
-
-    Where the user may not read a topic, its partitions are compared by their ends, which takes Describe alone.
+class Fetcher:
+    """Reads one partition after another (a `RangeConsumer` of the connector). Not thread-safe.
 
     Args:
-        deadline: of time.monotonic(), for partitions without a leader.
-
-    Returns:
-        The transactions; and partitions that hold an open transaction, perhaps of others, and may not be read.
-
-    Raises:
-        NoAnswer: a partition's leader did not answer.
+        owner: of the options, for errors.
+        client: settings by librdkafka's names; secrets are not resolved yet.
+        headers: whether to read them.
+        batch_bytes_max: of a record batch, decompressed.
     """
-    found: list[OpenAt] = []
-    denied: list[Partition] = []
-    for answer in _ask_leaders(wire, partitions, _describe_request, deadline):
-        for topic in answer.topics:
-            for part in topic.partitions:
-                if part.error_code in _DENIED:
-                    denied.append((topic.name, part.partition_index))
-                found += [
-                    _open_at(topic.name, part.partition_index, p)
-                    for p in part.active_producers or ()
-                    if p.current_txn_start_offset >= 0 and p.producer_id in producer_ids
-                ]
-    if denied:
-        ends, stable = (_ends(wire, denied, level, deadline) for level in (_UNCOMMITTED, _COMMITTED))
-        denied = [p for p in denied if stable.get(p, 0) < ends.get(p, 0)]
-    return sorted(found), denied
 
+    def __init__(
+        self,
+        owner: str,
+        client: Mapping[str, str],
+        headers: bool,
+        batch_bytes_max: int = DECOMPRESSED_BYTES_MAX,
+    ) -> None:
+        self._owner, self._servers = owner, client["bootstrap.servers"]
+        self._headers, self._batch_bytes_max = headers, batch_bytes_max
+        self._committed = committed_only(client)
+        self._wire = Wire(resolved(client))
+        self._partition: Partition = ("", -1)
+        self._position = -1  # of the next request
+        self._returned = -1  # position: all records below it were returned
+        self._pending: Pending | None = None
+        self._version = 0
+        self._batches: Iterator[pa.RecordBatch] = iter(())
+        self._decoded: Decoded | None = None
+        self._first_size = int(client.get("max.partition.fetch.bytes", FETCH_BYTES))
+        self._size_max = int(client.get("fetch.max.bytes", KAFKA_RESPONSE_BYTES_MAX))
+        self._wait_ms = int(client.get("fetch.wait.max.ms", _WAIT_MS))
+        self._size = self._first_size
+        self._not_before_s = 0.0
+        self._ended_at = -1
+        self._corrupt_at = -1
+        self._trouble = ""
 
-def hidden_in(
-    wire: Wire, partitions: Collection[Partition], deadline: float
-) -> tuple[dict[Partition, int], list[tuple[OpenAt, int]]]:
-    """What open transactions hide in these partitions.
+    def possible(self) -> bool:
+        """Whether the brokers know the version of Fetch spoken here (Kafka 2.7). Raises Unreachable."""
+        _, newest = self._wire.patiently(self._wire.channel).versions.api_versions.get(FETCH, (0, 0))
+        return int(newest) >= FETCH_VERSION
 
-    Args:
-        deadline: of time.monotonic(), for partitions without a leader.
+    def assign(self, partition: Partition, offset: int) -> None:
+        self.release()
+        self._partition, self._position = partition, offset
+        self._returned = offset
+        self._ended_at = self._corrupt_at = -1
+        self._size = self._first_size
 
-    Returns:
-        Offsets from the last stable one to the high watermark, of partitions that have any; and each open transaction
-        in these, with the timestamp of its producer's newest record. None of topics that this user may not read, and
-        none before Kafka 2.8.
+    def fetch(self, end: int, timeout_s: float) -> Fetched:
+        """Raises CorruptBatch, too: twice at the same offset; BatchTooLarge: after the records before it."""
+        deadline = time.monotonic() + timeout_s
+        if self._decoded is None:
+            fetched = self._receive(end, deadline)
+            if fetched is not None:
+                return fetched
+        return self._next()
 
-    Raises:
-        NoAnswer: a partition's leader did not answer.
-    """
-    # In this order: a transaction that starts in between hides nothing here.
-    ends, stable = (_ends(wire, partitions, level, deadline) for level in (_UNCOMMITTED, _COMMITTED))
-    hidden = {p: ends[p] - stable[p] for p in ends if stable.get(p, ends[p]) < ends[p]}
-    known = _DESCRIBE_PRODUCERS in wire.patiently(wire.channel).versions.api_versions
-    found = [
-        (_open_at(topic.name, part.partition_index, p), p.last_timestamp)
-        for answer in (_ask_leaders(wire, hidden, _describe_request, deadline) if hidden and known else ())
-        for topic in answer.topics
-        for part in topic.partitions
-        for p in part.active_producers or ()
-        if p.current_txn_start_offset >= 0
-    ]
-    return hidden, sorted(found)
-
-
-def _open_at(topic: str, partition: int, producer: Any) -> OpenAt:
-    return OpenAt(
-        topic,
-        partition,
-        producer.producer_id,
-        producer.producer_epoch,
-        producer.coordinator_epoch,
-        producer.current_txn_start_offset,
-    )
-
-
-def is_stored(wire: Wire, partition: Partition, sent: BatchHeader, after: int | None, deadline: float) -> bool:
-    """Whether a partition's log holds the records of a batch, by producer id, epoch and sequences.
-
-    The last sequence that the leader knows of the producer does not prove it: a broker without any state of a producer
-    accepts a batch whose predecessors are missing. So the batch itself is looked for.
-
-    Args:
-        sent: as it was sent: its offsets mean nothing.
-        after: an offset that the batch cannot precede, if one is known.
-        deadline: of time.monotonic().
-
-    Returns:
-        False also if the user may not read the topic, or the broker is too old to be asked.
-
-    Raises:
-        NoAnswer: the leader did not answer.
-    """
-    versions = wire.patiently(wire.channel).versions.api_versions
-    if _DESCRIBE_PRODUCERS not in versions or versions.get(_FETCH, (0, 0))[1] < _FETCH_VERSION:
-        return False
-    id_, epoch, _ = sent.producer
-    states = [
-        state
-        for answer in _ask_leaders(wire, [partition], _describe_request, deadline)
-        for topic in answer.topics
-        for part in topic.partitions
-        for state in part.active_producers or ()
-        if (state.producer_id, state.producer_epoch) == (id_, epoch)
-    ]
-    if not states or _distance(_last(sent), states[0].last_sequence) < 0:
-        return False
-    try:
-        if after is None:
-            after = states[0].current_txn_start_offset
-        if after < 0:
-            after, _ = list_offsets(wire, {partition: sent.timestamp}, committed_only=False)[partition]
-        return after is not None and _is_in_log(wire, partition, sent, after, deadline)
-    except (Refusal, UsageError):
-        return False
-
-
-def _is_in_log(wire: Wire, partition: Partition, sent: BatchHeader, offset: int, deadline: float) -> bool:
-    while True:
-        leader = _led(wire, partition)
-        pending = wire.post(_fetch(partition, offset, leader.epoch, _SEARCHED_BYTES), leader.node)
-        response = Response(pending.body(left_s(REQUEST_TIMEOUT_S)))
-        if not _answered(response.error, partition):
-            return False
-        found = list(headers(response.records))
-        for header in found:
-            offset = header.last + 1
-            if header.producer[:2] != sent.producer[:2] or header.flags & _CONTROL:
-                continue
-            if _distance(header.producer[2], sent.producer[2]) >= 0 and _distance(_last(sent), _last(header)) >= 0:
-                return True
-            if _distance(_last(sent), header.producer[2]) > 0:  # a producer's records are in order
-                return False
-        if not found:  # not replicated yet, as its state is there
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
-
-
-def _last(batch: BatchHeader) -> int:
-    """The sequence of its last record."""
-    return (batch.producer[2] + batch.count - 1) % SEQUENCES
-
-
-def _distance(a: int, b: int) -> int:
-    """From sequence a to b, across the wrap; negative: b precedes a."""
-    return (b - a + SEQUENCES // 2) % SEQUENCES - SEQUENCES // 2
-
-
-def end_at(wire: Wire, at: OpenAt, commit: bool, deadline: float) -> Outcome[None]:
-    """Write the marker that its coordinator did not, as Kafka's own tool does.
-
-    It has the epoch of the records, so that it ends no later transaction, and the partition's coordinator epoch, which
-    fences no coordinator.
-
-    Takes Alter or ClusterAction on the cluster. Idempotent.
-
-    Returns:
-        Failed: not permitted, or a newer epoch of the producer has written there since.
-    """
-    from kafka.protocol.producer.transaction import WriteTxnMarkersRequest
-
-    Marker = WriteTxnMarkersRequest.WritableTxnMarker  # noqa: N806
-    Topic = Marker.WritableTxnMarkerTopic  # noqa: N806
-    while True:
-        request = WriteTxnMarkersRequest(
-            markers=[
-                Marker(
-                    producer_id=at.producer_id,
-                    producer_epoch=at.epoch,
-                    transaction_result=commit,
-                    topics=[Topic(name=at.topic, partition_indexes=[at.partition])],
-                    coordinator_epoch=max(at.coordinator_epoch, 0),
-                )
-            ],
-            max_version=1,
-        )
+    def _next(self) -> Fetched:
+        decoded = self._decoded
+        if decoded is None:
+            return Fetched()
         try:
-            answer = wire.ask(request, wire.leader(at.topic, at.partition))
-            ended = only(only(answer.markers, "markers").topics, "topics")
-            code = only(ended.partitions, "partitions").error_code
-            reason = name_of(code)
-        except NoAnswer as error:
-            code, reason = _TIMED_OUT, str(error)
-        if code == protocol.NONE:
-            return Ok(None)
-        if code not in _RETRIED:
-            return Failed(reason)
-        if time.monotonic() > deadline:
-            return Unknown(reason)
-        wire.forget()
-        time.sleep(0.05)
+            batch = next(self._batches, None)
+        except CorruptBatch:
+            return self._again_or_raise()
+        if batch is None:
+            self._decoded, self._returned = None, decoded.position
+            return Fetched(position=decoded.position)
+        (topic, number), n = self._partition, batch.num_rows
+        if n == 0:
+            return Fetched()
+        arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
+        arrays["topic"] = pa.repeat(pa.scalar(topic), n)
+        arrays["partition"] = pa.repeat(pa.scalar(number, pa.int32()), n)
+        schema = columns(self._headers)
+        batch = pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
+        self._returned = arrays["offset"][-1].as_py() + 1
+        return Fetched(batch=batch, position=self._returned)
 
+    def _again_or_raise(self) -> Fetched:
+        """A corrupt batch is fetched once more: it may have been damaged on its way."""
+        self._decoded = None
+        self._drop_pending()
+        if self._corrupt_at == self._returned:
+            raise
+        self._corrupt_at = self._position = self._returned
+        return Fetched()
 
-def _ask_leaders(wire: Wire, partitions: Iterable[Partition], build: Any, deadline: float) -> list[Any]:
-    """Ask every partition's leader, all leaders side by side, until each partition has an answer."""
-    answers: list[Any] = []
-    todo = set(partitions)
-    pause_s, reason = 0.02, ""
-    while todo:
-        flying: list[Pending] = []
-        by_leader: dict[int, list[Partition]] = {}
+    def _receive(self, end: int, deadline: float) -> Fetched | None:
+        """Wait for a response. None: its records are being decoded."""
+        pause = self._not_before_s - time.monotonic()
+        if pause > 0:
+            time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+            return Fetched()
         try:
-            for partition in sorted(todo):
-                try:
-                    by_leader.setdefault(wire.leader(*partition), []).append(partition)
-                except NoTopic:
-                    todo.discard(partition)
-            for node, led in by_leader.items():
-                for at in range(0, len(led), _PARTITIONS_PER_REQUEST):
-                    flying.append(wire.post(build(led[at : at + _PARTITIONS_PER_REQUEST]), node))
-            for pending in flying:
-                answer = pending.answer(left_s(REQUEST_TIMEOUT_S))
-                for topic in answer.topics:
-                    for part in topic.partitions:
-                        if part.error_code in _RETRIED:
-                            reason = f"{topic.name}-{part.partition_index}: {name_of(part.error_code)}"
-                        else:
-                            todo.discard((topic.name, part.partition_index))
-                answers.append(answer)
+            if self._pending is None:
+                with within(max(0.1, deadline - time.monotonic())):
+                    self._pending = self._send()
+            if not self._pending.ready(deadline - time.monotonic()):
+                if time.monotonic() - self._pending.sent_s > REQUEST_TIMEOUT_S:
+                    self._pending.body(0)
+                return Fetched()
+            pending, self._pending = self._pending, None
+            return self._parsed(pending.body(0), end)
+        except NoTopic:
+            return Fetched(unknown=True)
         except NoAnswer as error:
-            reason = str(error)
-        if todo:
-            if time.monotonic() > deadline:
-                raise NoAnswer(reason)
-            wire.forget()
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 0.5)
-    return answers
+            self._pending = None
+            return self._later(str(error))
 
+    def _later(self, why: str, pause_s: float = _PAUSE_S) -> Fetched:
+        self._trouble = why
+        self._wire.forget()
+        self._not_before_s = time.monotonic() + pause_s
+        return Fetched()
 
-def _describe_request(partitions: Iterable[Partition]) -> Any:
-    from kafka.protocol.admin.transactions import DescribeProducersRequest
-
-    Topic = DescribeProducersRequest.TopicRequest  # noqa: N806
-    return DescribeProducersRequest(
-        topics=[Topic(name=t, partition_indexes=numbers) for t, numbers in by_topic(partitions).items()]
-    )
-
-
-def _ends(wire: Wire, partitions: Iterable[Partition], isolation: int, deadline: float) -> dict[Partition, int]:
-    """The last stable offset, or the high watermark."""
-    from kafka.protocol.consumer.offsets import ListOffsetsRequest
-
-    Topic = ListOffsetsRequest.ListOffsetsTopic  # noqa: N806
-
-    def build(of: Iterable[Partition]) -> Any:
-        return ListOffsetsRequest(
-            replica_id=-1,
-            isolation_level=isolation,
-            topics=[
-                Topic(
-                    name=t,
-                    partitions=[
-                        Topic.ListOffsetsPartition(partition_index=n, current_leader_epoch=-1, timestamp=_LATEST)
-                        for n in numbers
-                    ],
-                )
-                for t, numbers in by_topic(of).items()
-            ],
-            max_version=5,
+    def _send(self) -> Pending:
+        leader = self._wire.led(*self._partition)
+        request = fetch_request(
+            self._partition,
+            self._position,
+            leader.epoch,
+            min(self._size, self._size_max),
+            partition_bytes_max=self._size,
+            wait_ms=self._wait_ms,
+            committed_only=self._committed,
         )
+        return self._wire.post(request, leader.node)
 
-    return {
-        (topic.name, part.partition_index): part.offset
-        for answer in _ask_leaders(wire, partitions, build, deadline)
-        for topic in answer.topics
-        for part in topic.partitions
-        if part.error_code == protocol.NONE
-    }
+    def _parsed(self, body: memoryview, end: int) -> Fetched | None:
+        found = Response(body)
+        if found.throttle_ms:  # the broker reads nothing earlier, and a request would time out
+            self._not_before_s = time.monotonic() + found.throttle_ms / 1000
+        code = found.error
+        if code == protocol.OFFSET_OUT_OF_RANGE:
+            return Fetched(out_of_range=True)
+        if code in _UNKNOWN_PARTITION:
+            self._wire.forget()
+            return Fetched(unknown=True)
+        if code in _MOVED:
+            return self._later(name_of(code))
+        if code:
+            topic, number = self._partition
+            raise explain(self._owner, name_of(code), "", f"{topic}-{number}", self._servers)
+        if found.high < 0:  # above its quota, a client gets a response without partitions
+            return Fetched()
+        aborted = found.aborted if self._committed else None
+        try:
+            decoded = decode(
+                found.records, self._partition, self._position, end,
+                aborted=aborted, headers=self._headers, chunk_bytes=CHUNK_BYTES,
+                bytes_max=self._batch_bytes_max,
+            )  # fmt: skip
+        except CorruptBatch:
+            return self._again_or_raise()
+        if decoded.position == self._position:
+            if decoded.partial:
+                self._size = min(KAFKA_RESPONSE_BYTES_MAX, max(decoded.partial, 2 * self._size))
+                return Fetched()
+            stable = found.last_stable if self._committed else found.high
+            ended = self._position >= stable and self._ended_at != self._position
+            if ended:
+                self._ended_at = self._position
+            return Fetched(position=self._position, end_of_log=ended)
+        self._decoded, self._batches = decoded, iter(decoded)
+        self._position = decoded.position
+        if self._position < end and not found.throttle_ms:
+            self._pending = self._send()  # travels while this response is decoded
+        return None
+
+    def fetch_position(self) -> int:
+        return self._position
+
+    def _drop_pending(self) -> None:
+        self._pending = None  # its response is read, and dropped, before the next one
+
+    def release(self) -> None:
+        self._drop_pending()
+        self._decoded, self._batches = None, iter(())
+
+    def close(self) -> None:
+        self._wire.close()
+
+
+class Response:
+    """A Fetch response of version 12 for one partition; `records` is a view of it. Raises NoAnswer: it is none."""
+
+    def __init__(self, body: memoryview) -> None:
+        try:
+            self._read(body)
+        except _LIES as error:
+            raise NoAnswer(f"a Fetch response that cannot be read: {error}") from None
+
+    def _read(self, body: memoryview) -> None:
+        self.throttle_ms, self.error, _, at = *struct.unpack_from(">ihi", body, 0), 10
+        self.records = memoryview(b"")
+        self.aborted: list[tuple[int, int]] = []
+        self.high = self.last_stable = -1
+        topics, at = varint(body, at)
+        if topics < 2:
+            return
+        size, at = varint(body, at)
+        at += size - 1
+        partitions, at = varint(body, at)
+        if partitions < 2:
+            return
+        _, error, self.high, self.last_stable, _ = struct.unpack_from(">ihqqq", body, at)
+        self.error, at = self.error or error, at + 30
+        count, at = varint(body, at)
+        if count - 1 > len(body) // _ABORTED_BYTES_MIN:
+            raise ValueError(f"{count - 1} aborted transactions in {len(body)} bytes")
+        for _ in range(count - 1):
+            self.aborted.append(struct.unpack_from(">qq", body, at))
+            tags, at = varint(body, at + 16)
+            if tags:
+                raise NoAnswer("an aborted transaction with unknown fields")
+        at += 4
+        size, at = varint(body, at)
+        if size - 1 > len(body) - at:
+            raise ValueError(f"{size - 1} bytes of records, with {len(body) - at} left")
+        self.records = body[at : at + max(0, size - 1)]
