@@ -15,8 +15,8 @@ from tests.broker.sink_help import FIRST, Forger, Rig, decision, store_of, wait_
 from tests.support.servers import Kafka, Mysql, Postgres
 
 from delivered.clients.kafka.transactions import describe, initialise
-from delivered.connectors.kafka import seals, topics
-from delivered.connectors.kafka.seals import Seals
+from delivered.connectors.kafka import store, topics
+from delivered.connectors.kafka.store import Seals
 from delivered.connectors.kafka.topics import HISTORY_PARTITION, Keys
 from delivered.connectors.kafka.writes import Again, LedgerProducer, holders
 from delivered.engine.context import open_ledger
@@ -120,7 +120,7 @@ def test_a_lost_reply_to_the_commit_of_a_seal_is_settled(
     assert one.add_seal(SINK, 0, text(0)) == Ok(None)
     assert list(opened().seals(SINK)) == [text(0)]
     lost.append(True)
-    monkeypatch.setattr(seals, "OUTAGE_PATIENCE_S", 0.0)
+    monkeypatch.setattr(store, "OUTAGE_PATIENCE_S", 0.0)
     assert isinstance(one.add_seal(SINK, 1, text(1)), Unknown)
     monkeypatch.undo()
     if sent:

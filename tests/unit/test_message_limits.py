@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from delivered.connectors.activemq import ActivemqOptions, ActivemqSinkOptions
 from delivered.connectors.activemq.queue import ActivemqReceiver
 from delivered.connectors.activemq.sink import ActivemqWriter
-from delivered.connectors.kafka.columns import invalid_rows
+from delivered.connectors.kafka.sink import invalid_rows
 from delivered.connectors.rabbitmq import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.client import explained
 from delivered.connectors.rabbitmq.sink import RabbitmqWriter

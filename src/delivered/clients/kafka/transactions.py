@@ -1,4 +1,4 @@
-"""Transactions by requests to coordinators and partitions: how any process initialises, ends, lists and describes them."""
+"""Transactions by requests to coordinators and partitions: how any process initialises, ends and lists them."""
 
 from __future__ import annotations
 

@@ -1,22 +1,36 @@
-"""The configured Kafka sink: checked options, no connection."""
+"""The configured Kafka sink, without a connection; the columns of its input rows, and the record that a reader gets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from delivered.clients.kafka.record_batch import RECORD_OVERHEAD
-from delivered.connectors.kafka import columns
-from delivered.connectors.kafka.options import SINK_OWNER, SINK_SETTINGS, SinkOptions, by_arrow, check_settings, path
+from delivered.connectors.kafka.options import (
+    SINK_OWNER,
+    SINK_SETTINGS,
+    TOPIC_LENGTH_MAX,
+    SinkOptions,
+    by_arrow,
+    check_settings,
+    is_internal,
+    is_topic,
+    path,
+)
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
 from delivered.contract.source import Finding
-from delivered.kits.queue import identified, identified_schema
+from delivered.kits.queue import ID, identified, identified_schema
 from delivered.ledger import Store
 from delivered.model.capability import Commit, Guarantee, SinkCapability
-from delivered.model.errors import UsageError
+from delivered.model.errors import BadRecord, UsageError
 from delivered.model.identity import Scope, Work
+from delivered.model.ranges import EVERYTHING, Range, check, unstorable
+from delivered.source import COLUMNS, HEADER, HEADERS
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,7 @@ class KafkaSink(Sink):
         )
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
-        from delivered.connectors.kafka.preflight import preflight
+        from delivered.connectors.kafka.topics import preflight
 
         try:
             self.check_guarantee(guarantee)
@@ -71,7 +85,7 @@ class KafkaSink(Sink):
         return preflight(self.options, guarantee)
 
     def check_ledger(self, scope: Scope) -> Sequence[Finding]:
-        from delivered.connectors.kafka.preflight import check_ledger
+        from delivered.connectors.kafka.topics import check_ledger
 
         return check_ledger(self.options, scope)
 
@@ -81,17 +95,17 @@ class KafkaSink(Sink):
 
     def check_schema(self, schema: pa.Schema) -> None:
         check_settings(SINK_OWNER, self.options.client)
-        columns.check_schema(identified_schema("kafka", schema, self.options.message_id_columns), self.options.topic)
+        check_schema(identified_schema("kafka", schema, self.options.message_id_columns), self.options.topic)
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         """What the client itself rejects. A lower limit of the broker, or an unknown partition, fails the query."""
         longest = int(self.options.client.get("message.max.bytes", "1048588")) - RECORD_OVERHEAD
         options, ids = self.options, self.options.message_id_columns
         rows = identified(batch, ids, nulls=True)
-        return columns.invalid_rows(rows, options.topic, longest, bool(ids), options.ledger_topic)
+        return invalid_rows(rows, options.topic, longest, bool(ids), options.ledger_topic)
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return columns.records(identified(batch, self.options.message_id_columns))
+        return records(identified(batch, self.options.message_id_columns))
 
     def writer(
         self,
@@ -132,3 +146,260 @@ class KafkaSink(Sink):
 def _for_readers(key: str) -> bool:
     """Whether a client setting is about connecting, not producing."""
     return key.startswith(("bootstrap.", "security.", "sasl.", "ssl.", "enable.ssl", "client.", "socket.", "broker."))
+
+
+# A sink's input rows: the columns it uses, and the record that a reader of the topic gets.
+
+KNOWN = ("key", "value", "headers", "topic", "partition", "message_id")
+OF_SOURCES = {name: COLUMNS.field(name).type for name in ("offset", "timestamp", "timestampType")}
+"""Ignored, as by Spark's own sink, so that a stream from the Kafka source can be written unchanged."""
+
+
+def check_schema(schema: pa.Schema, topic: str | None) -> None:
+    """Raise UsageError if rows of this schema cannot be written. Args: topic: the option `topic`."""
+    unknown = [f.name for f in schema if f.name not in KNOWN and OF_SOURCES.get(f.name) != f.type]
+    if unknown:
+        raise UsageError("COLUMN_UNKNOWN", unknown=unknown[0], known=", ".join(KNOWN))
+    if "value" not in schema.names:
+        raise UsageError("COLUMN_MISSING.KAFKA_VALUE", columns=", ".join(schema.names) or "none")
+    if topic is None and "topic" not in schema.names:
+        raise UsageError("TOPIC_MISSING.KAFKA_NO_OPTION")
+    for name in ("key", "value"):
+        if name in schema.names:
+            _check(schema, name, _is_bytes(schema.field(name).type), "string or binary")
+    for name in ("topic", "message_id"):
+        if name in schema.names:
+            _check(schema, name, _is_text(schema.field(name).type), "string")
+    if "partition" in schema.names:
+        _check(schema, "partition", pa.types.is_integer(schema.field("partition").type), "integer")
+    if "headers" in schema.names:
+        kind = schema.field("headers").type
+        fits = (
+            (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+            and pa.types.is_struct(kind.value_type)
+            and kind.value_type.num_fields == 2
+            and kind.value_type.field(0).name == "key"
+            and kind.value_type.field(1).name == "value"
+            and _is_text(kind.value_type.field(0).type)
+            and _is_bytes(kind.value_type.field(1).type)
+        )
+        _check(schema, "headers", fits or pa.types.is_null(kind), _HEADERS_TYPE)
+
+
+def records(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows as records of the topic: key, value, headers; null where a column is absent."""
+    n = batch.num_rows
+    columns = [
+        binary(batch, "key", n),
+        binary(batch, "value", n),
+        headers(batch, n),
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=["key", "value", "headers"])
+
+
+def binary(batch: pa.RecordBatch, name: str, n: int) -> pa.Array:
+    """A column as binary or large_binary. Strings are UTF-8 already, so nothing is copied."""
+    if name not in batch.schema.names:
+        return pa.nulls(n, pa.binary())
+    array = batch.column(batch.schema.get_field_index(name))
+    kind = array.type
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return array
+    if pa.types.is_string(kind):
+        return array.view(pa.binary())
+    if pa.types.is_large_string(kind):
+        return array.view(pa.large_binary())
+    return array.cast(pa.binary())
+
+
+def headers(batch: pa.RecordBatch, n: int) -> pa.Array:
+    """The headers, the column message_id last; an empty list becomes null, since a reader cannot distinguish them."""
+    check("Kafka", batch, _find_not_utf8(batch, "message_id"))
+    given = _headers(batch, n)
+    return _with_ids(given, batch.column("message_id")) if "message_id" in batch.schema.names else given
+
+
+def _with_ids(given: pa.Array, ids: pa.Array) -> pa.Array:
+    """Append the header `ID` to each row that has an id."""
+    has_id = np.asarray(pc.is_valid(ids))
+    counts = np.asarray(pc.fill_null(pc.list_value_length(given), 0)).astype(np.int64)
+    ends = np.cumsum(counts + has_id)
+    flat = pc.list_flatten(given)
+    added = ids.drop_null().cast(pa.string()).cast(pa.binary())
+    names = pa.repeat(pa.scalar(ID, pa.string()), len(added))
+    entries = pa.concat_arrays([flat, pa.StructArray.from_arrays([names, added], fields=list(HEADER))])
+    order = np.empty(len(entries), np.int64)
+    is_added = np.zeros(len(entries), bool)
+    is_added[ends[has_id] - 1] = True
+    order[~is_added] = np.arange(len(flat))
+    order[is_added] = len(flat) + np.arange(len(added))
+    offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+    array = pa.ListArray.from_arrays(offsets, entries.take(pa.array(order)), type=HEADERS.type)
+    return pc.if_else(pc.equal(pc.list_value_length(array), 0), pa.scalar(None, HEADERS.type), array)
+
+
+def _headers(batch: pa.RecordBatch, n: int) -> pa.Array:
+    if "headers" not in batch.schema.names:
+        return pa.nulls(n, HEADERS.type)
+    array = batch.column(batch.schema.get_field_index("headers"))
+    if array.null_count == n:
+        return pa.nulls(n, HEADERS.type)
+    check("Kafka", batch, _find_not_utf8(batch, "headers"))
+    array = array.cast(HEADERS.type)
+    unnamed = _find_unnamed(array)
+    if unnamed is not None and pc.any(unnamed).as_py():
+        row = pc.index(unnamed, True).as_py()
+        raise BadRecord("HEADER_UNNAMED", row=row, headers=str(array[row].as_py())[:200])
+    empty = pc.equal(pc.list_value_length(array), 0)
+    if pc.any(empty).as_py():
+        array = pc.if_else(pc.fill_null(empty, False), pa.scalar(None, HEADERS.type), array)
+    return array
+
+
+def _find_unnamed(array: pa.Array) -> pa.Array | None:
+    """For each row, whether one of its headers is null or has a null key; None: no row has one."""
+    flat = pc.list_flatten(array)
+    nameless = pc.is_null(pc.struct_field(flat, [0]))
+    if not pc.any(nameless).as_py():
+        return None
+    rows = pc.list_parent_indices(array).filter(nameless)
+    return pc.is_in(pa.array(range(len(array)), rows.type), rows)
+
+
+def _find_not_utf8(batch: pa.RecordBatch, name: str) -> pa.Array | None:
+    """Reasons of rows with a text that is not UTF-8, in a column that need not be there. Values may hold any bytes, but
+    of a header with such a name, librdkafka's consumers crash; they cut a name at a zero byte."""
+    limits = Range(zero_byte=False) if name == "headers" else EVERYTHING
+    return unstorable(limits, batch.select([name])) if name in batch.schema.names else None
+
+
+def topics(batch: pa.RecordBatch, default: str | None, ledger_topic: str | None = None) -> pa.Array | None:
+    """The topic of each row; None: all go to `default`.
+
+    Raises:
+        BadRecord: a row has no topic and there is no default, or its topic name is invalid or internal.
+    """
+    if default is not None or "topic" not in batch.schema.names:
+        return None
+    check("Kafka", batch, _find_not_utf8(batch, "topic"))
+    column = batch.column(batch.schema.get_field_index("topic")).cast(pa.string())
+    if column.null_count:
+        row = pc.index(pc.is_null(column), True).as_py()
+        raise BadRecord("TOPIC_MISSING.KAFKA_ROW", row=row)
+    bad = next((name for name in column.unique().to_pylist() if not is_topic(name)), None)
+    if bad is not None:
+        raise BadRecord(
+            "TOPIC_INVALID.ROW", row=pc.index(column, bad).as_py(), topic=bad, topic_length_max=TOPIC_LENGTH_MAX
+        )
+    internal = next((name for name in column.unique().to_pylist() if is_internal(name, ledger_topic)), None)
+    if internal is not None:
+        raise BadRecord("TOPIC_INTERNAL.ROW", row=pc.index(column, internal).as_py(), topic=internal)
+    return column
+
+
+def invalid_rows(
+    batch: pa.RecordBatch,
+    topic: str | None,
+    bytes_max: int,
+    ids_required: bool = False,
+    ledger_topic: str | None = None,
+) -> pa.Array | None:
+    """For each row, why the client would reject it, or null; None: no row is rejected.
+
+    Args:
+        bytes_max: of key, value and headers together, with the id as one of them.
+        ids_required: a null message_id is a reason.
+    """
+    n, nothing = batch.num_rows, pa.scalar(None, pa.string())
+    size = pc.add(
+        *(pc.fill_null(pc.cast(pc.binary_length(binary(batch, c, n)), pa.int64()), 0) for c in ("key", "value"))
+    )
+    size = pc.add(size, _header_bytes(batch, n))
+    found, too_long = [pa.nulls(n, pa.string())], pc.greater(size, bytes_max)
+    if pc.any(too_long).as_py():
+        ids = ", 'message_id'" if "message_id" in batch.schema.names else ""
+        why = (
+            f" bytes in 'key', 'value'{ids} and 'headers'; the limit (kafka.message.max.bytes) is {bytes_max} for them"
+        )
+        found.append(pc.if_else(too_long, pc.binary_join_element_wise(size.cast(pa.string()), why, ""), nothing))
+    names = batch.schema.names
+    not_utf8 = {name: _find_not_utf8(batch, name) for name in ("topic", "message_id", "headers")}
+    found += [reasons for reasons in not_utf8.values() if reasons is not None]
+    if topic is None and "topic" in names:
+        column = batch.column(names.index("topic"))
+        if (bad := not_utf8["topic"]) is not None:
+            column = pc.if_else(bad.is_null(), column, pa.scalar(None, column.type))
+        found.append(pc.if_else(pc.is_null(column), "no topic", nothing))
+        named = [t for t in column.unique().to_pylist() if t is not None]
+        for reason, unfit in (
+            ("not a valid topic name", [t for t in named if not is_topic(t)]),
+            ("an internal topic", [t for t in named if is_internal(t, ledger_topic)]),
+        ):
+            found.append(pc.if_else(pc.is_in(column, pa.array(unfit, column.type)), reason, nothing))
+    if "headers" in names and pa.types.is_list(batch.column(names.index("headers")).type):
+        unnamed = _find_unnamed(batch.column(names.index("headers")).cast(HEADERS.type))
+        if unnamed is not None:
+            found.append(pc.if_else(unnamed, "a header without a key", nothing))
+    if "partition" in names:
+        negative = pc.fill_null(pc.less(batch.column(names.index("partition")), 0), False)
+        found.append(pc.if_else(negative, "partition below 0", nothing))
+    if ids_required:
+        found.append(pc.if_else(pc.is_null(batch.column("message_id")), "no message id", nothing))
+    reasons = pc.coalesce(*found)
+    return None if reasons.null_count == n else reasons
+
+
+def _header_bytes(batch: pa.RecordBatch, n: int) -> pa.Array:
+    """Bytes of names and values of each row's headers, and of their lengths, as a record holds them."""
+    names, found = batch.schema.names, np.zeros(n, np.int64)
+    if "message_id" in names:
+        ids = batch.column("message_id")
+        length = np.asarray(pc.fill_null(pc.binary_length(ids), 0)).astype(np.int64)
+        found += np.where(np.asarray(pc.is_valid(ids)), 1 + len(ID) + _varint_bytes(length) + length, 0)
+    if "headers" not in names or not pa.types.is_list(batch.column("headers").type):
+        return pa.array(found)
+    column = batch.column("headers")
+    entries = pc.list_flatten(column)
+    lengths = np.zeros(len(entries), np.int64)
+    for part in (0, 1):
+        text = pc.struct_field(entries, [part])
+        if pa.types.is_null(text.type):  # headers whose values are all NULL
+            text = text.cast(pa.binary())
+        length = np.asarray(pc.fill_null(pc.binary_length(text), 0)).astype(np.int64)
+        lengths += _varint_bytes(length) + length
+    return pa.array(found + np.bincount(np.asarray(pc.list_parent_indices(column)), lengths, n).astype(np.int64))
+
+
+def _varint_bytes(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bytes that a record needs for each length: seven bits in each, one of them for the sign."""
+    return np.searchsorted(_LENGTHS, lengths, side="right") + 1
+
+
+_LENGTHS = np.array([1 << bits for bits in (6, 13, 20, 27)])
+
+
+_HEADERS_TYPE = "array<struct<key: string, value: binary>>"
+_CASTS = {
+    "integer": "CAST(partition AS INT)",
+    _HEADERS_TYPE: "array(named_struct('key', 'name', 'value', CAST(x AS BINARY))) AS headers; of a map: "
+    "transform(map_entries(m), e -> named_struct('key', e.key, 'value', CAST(e.value AS BINARY))) AS headers",
+}
+
+
+def _check(schema: pa.Schema, name: str, fits: bool, wanted: str) -> None:
+    if not fits:
+        raise UsageError(
+            "COLUMN_TYPE.KAFKA",
+            name=name,
+            type=schema.field(name).type,
+            wanted=wanted,
+            example=_CASTS.get(wanted, f"CAST({name} AS STRING)"),
+        )
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return bool(_is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_null(kind))

@@ -360,7 +360,7 @@ class KafkaDriver(SourceDriver):
 
     def retained(self, at: Offsets) -> Retained:
         """By log start offsets, `retention.ms` and `retention.bytes`."""
-        from delivered.connectors.kafka.retention import find_retained
+        from delivered.connectors.kafka.scan import find_retained
 
         return find_retained(self._options, self._client, Positions.from_json(at))
 

@@ -28,9 +28,9 @@ from delivered.clients.kafka.transactions import (
     open_in,
     producer_id,
 )
-from delivered.connectors.kafka import columns
 from delivered.connectors.kafka.committer import marker_key, marker_partition, marker_value, written_partitions
 from delivered.connectors.kafka.options import SINK_OWNER, SINK_SETTINGS, SinkOptions, by_arrow, producer_config
+from delivered.connectors.kafka.sink import binary, headers, topics
 from delivered.connectors.kafka.topics import ledger_topic, transactional_id
 from delivered.contract.sink import Writer
 from delivered.kits.queue import identified
@@ -256,13 +256,13 @@ class _Sender:
 
     def _by_topic(self, batch: pa.RecordBatch) -> Iterator[Rows]:
         n = batch.num_rows
-        named = columns.topics(batch, self._options.topic, self._options.ledger_topic)
-        headers = columns.headers(batch, n)
+        named = topics(batch, self._options.topic, self._options.ledger_topic)
+        listed = headers(batch, n)
         rows = Rows(
             topic=self._options.topic or "",
-            key=columns.binary(batch, "key", n) if "key" in batch.schema.names else None,
-            value=columns.binary(batch, "value", n),
-            headers=None if headers.null_count == n else headers,
+            key=binary(batch, "key", n) if "key" in batch.schema.names else None,
+            value=binary(batch, "value", n),
+            headers=None if listed.null_count == n else listed,
             partition=_partition_column(batch),
         )
         if named is None:
