@@ -10,8 +10,7 @@ from tests.support.pulsar import FULL, native
 from tests.support.pulsar_transactions import Open, cluster, soon
 from tests.support.servers import Pulsar
 
-from delivered.clients.pulsar.commands import Error, NoAnswer, Rejected
-from delivered.clients.pulsar.connection import Cluster, Settings
+from delivered.clients.pulsar.connection import Cluster, Error, NoAnswer, Rejected, Settings
 from delivered.clients.pulsar.producer import COMPRESSIONS, Message, TooLong
 from delivered.clients.pulsar.transactions import Coordinators, TransactionId
 from delivered.model.options import parse_address

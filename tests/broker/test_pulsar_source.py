@@ -21,9 +21,8 @@ from tests.support.pulsar import CHUNK, FULL, batches, read, read_all, rows, sou
 from tests.support.servers import Pulsar
 from tests.support.sweeps import sweep
 
-from delivered.connectors.pulsar import SourceOptions
+from delivered.connectors.pulsar import SourceOptions, from_json
 from delivered.connectors.pulsar.client import Admin
-from delivered.connectors.pulsar.positions import from_json
 from delivered.model.errors import InvariantBroken, Unreachable, UsageError
 
 parse = SourceOptions.parse

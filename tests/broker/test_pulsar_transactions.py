@@ -15,7 +15,7 @@ from tests.support.sinks import SHARDS, Rig
 
 from delivered.clients.pulsar.transactions import Coordinators
 from delivered.connectors.pulsar.client import Admin
-from delivered.connectors.pulsar.transactions import Transaction, check_transactions, cluster, soon
+from delivered.connectors.pulsar.committer import Transaction, check_transactions, cluster, soon
 from delivered.model.capability import Guarantee
 from delivered.model.errors import UsageError
 from delivered.model.work import Ok

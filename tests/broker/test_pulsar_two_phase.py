@@ -16,8 +16,8 @@ from tests.support.scans import scanned
 from tests.support.servers import Pulsar
 from tests.support.sinks import SHARDS, Rig, alone, offsets
 
+from delivered.connectors.pulsar.committer import Transaction, markers_topic, opened_topic
 from delivered.connectors.pulsar.journal import SUBSCRIPTION, Topic
-from delivered.connectors.pulsar.transactions import Transaction, markers_topic, opened_topic
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
@@ -172,9 +172,9 @@ def test_a_transaction_that_expired_after_its_decision_is_written_again(
 
 def until_expired(rig: Rig, transaction: Transaction) -> None:
     """Without ending it: a transaction that has ended takes no further partition."""
-    from delivered.clients.pulsar.commands import Rejected
+    from delivered.clients.pulsar.connection import Rejected
     from delivered.clients.pulsar.transactions import Coordinators
-    from delivered.connectors.pulsar.transactions import cluster
+    from delivered.connectors.pulsar.committer import cluster
 
     coordinators, deadline = Coordinators(cluster(rig.sink.options)), time.monotonic() + 60
     while True:

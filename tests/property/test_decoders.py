@@ -25,9 +25,9 @@ from delivered.connectors.outbox.changes import ADDED, Changes, Layout
 from delivered.connectors.outbox.events import Events, Reader
 from delivered.connectors.outbox.pgoutput import Begin, Change, Op, Relation
 from delivered.connectors.outbox.pgoutput import Decoder as Pgoutput
+from delivered.connectors.pulsar import fields
 from delivered.connectors.pulsar.client import Registered as OfPulsar
 from delivered.connectors.pulsar.columns import Values
-from delivered.connectors.pulsar.positions import fields
 from delivered.connectors.rabbitmq.client import _connection_class, stream_offset
 from delivered.connectors.rabbitmq.client import headers as of_message
 from delivered.connectors.rocketmq.remoting import stored

@@ -9,10 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from delivered.connectors.pulsar import PulsarSinkOptions, SourceOptions
+from delivered.connectors.pulsar import Position, PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar import client as admin
-from delivered.connectors.pulsar.positions import Position
-from delivered.connectors.pulsar.transactions import check_transactions
+from delivered.connectors.pulsar.committer import check_transactions
 from delivered.model.capability import Guarantee
 from delivered.model.errors import Unreachable
 

@@ -13,18 +13,20 @@ from typing import Any
 
 import pytest
 
-from delivered.clients.pulsar.commands import (
+from delivered.clients.pulsar.connection import (
     MESSAGE,
+    Cluster,
+    Connection,
     Error,
     NoAnswer,
     Rejected,
+    Settings,
     Unreadable,
     decode,
     encode,
     encode_send,
     frame_size,
 )
-from delivered.clients.pulsar.connection import Cluster, Connection, Settings
 from delivered.clients.pulsar.producer import Flow, Message, Producer, Resend
 from delivered.clients.pulsar.transactions import Coordinators, TransactionId
 from delivered.model.limits import PULSAR_COMMAND_BYTES_MAX

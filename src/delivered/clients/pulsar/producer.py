@@ -19,8 +19,16 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from delivered.clients.pulsar.commands import MESSAGE, Error, NoAnswer, NotSent, Rejected, encode_send
-from delivered.clients.pulsar.connection import Cluster, Connection
+from delivered.clients.pulsar.connection import (
+    MESSAGE,
+    Cluster,
+    Connection,
+    Error,
+    NoAnswer,
+    NotSent,
+    Rejected,
+    encode_send,
+)
 from delivered.clients.pulsar.transactions import TransactionId
 from delivered.model.limits import PULSAR_IN_FLIGHT_BYTES_MAX
 

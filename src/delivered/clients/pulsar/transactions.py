@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from delivered.clients.pulsar.commands import ABORT, COMMIT, Error, NoAnswer, Rejected
-from delivered.clients.pulsar.connection import Cluster, Connection
+from delivered.clients.pulsar.connection import ABORT, COMMIT, Cluster, Connection, Error, NoAnswer, Rejected
 from delivered.model.work import Failed, Ok, Outcome, Unknown
 
 COORDINATORS = "persistent://pulsar/system/transaction_coordinator_assign"

@@ -22,8 +22,7 @@ from urllib.parse import quote, urlsplit
 
 import urllib3
 
-from delivered.connectors.pulsar import Place
-from delivered.connectors.pulsar.positions import PREFIX, Position, short_name
+from delivered.connectors.pulsar import PREFIX, Place, Position, short_name
 from delivered.model.answers import AnswerTooLarge, JsonAnswer, TimedAnswer, UnexpectedAnswer
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S, SOURCE_PATIENCE_S

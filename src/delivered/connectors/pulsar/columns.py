@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.connectors.pulsar import short_name
 from delivered.connectors.pulsar.client import Admin, Registered
-from delivered.connectors.pulsar.positions import short_name
 from delivered.kits.schemas.avro import AVRO, KINDS, Shape, read_avro, read_json, shape_of
 from delivered.kits.schemas.schema import array_of
 from delivered.kits.schemas.values import Unmappable, Unreadable, in_words

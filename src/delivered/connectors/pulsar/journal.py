@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from delivered.connectors.pulsar import Place
+from delivered.connectors.pulsar import START, Place, Position, short_name
 from delivered.connectors.pulsar.client import Admin, Bounds, explained, pulsar, warm_client
-from delivered.connectors.pulsar.positions import START, Position, short_name
 from delivered.model.errors import DeliveredError, InvariantBroken, OutcomeUnknown, Refused, Unreachable, UsageError
 from delivered.model.identity import Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S

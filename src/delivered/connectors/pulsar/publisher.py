@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from delivered.clients.pulsar.commands import Error, NoAnswer, Rejected
-from delivered.clients.pulsar.connection import Cluster
+from delivered.clients.pulsar.connection import Cluster, Error, NoAnswer, Rejected
 from delivered.clients.pulsar.producer import BATCH_BYTES, Flow, Message, Producer, Resend
 from delivered.clients.pulsar.transactions import Coordinators, TransactionId
-from delivered.connectors.pulsar import PulsarSinkOptions
-from delivered.connectors.pulsar.positions import Router, physical
-from delivered.connectors.pulsar.transactions import (
+from delivered.connectors.pulsar import PulsarSinkOptions, Router, physical
+from delivered.connectors.pulsar.committer import (
     CLIENT_ERRORS,
     Marker,
     Transaction,

@@ -13,9 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.pulsar import BYTES_MAX, PulsarSinkOptions, SourceOptions
+from delivered.connectors.pulsar import BYTES_MAX, EARLIEST, LATEST, PulsarSinkOptions, SourceOptions, Where, physical
 from delivered.connectors.pulsar.client import Admin, Registered
-from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.contract.source import Finding
 from delivered.kits.queue import ID, TEXT, MessageSink, SendingWriter, check_names, column, identified, text
@@ -120,7 +119,7 @@ class PulsarSink(MessageSink):
         if guarantee is Guarantee.AT_MOST_ONCE and not all(known):
             return [Finding.build("DEDUPLICATION_OFF", refuses=True, only=Guarantee.AT_MOST_ONCE, label=options.label)]
         if guarantee is Guarantee.EXACTLY_ONCE:
-            from delivered.connectors.pulsar.transactions import check_transactions
+            from delivered.connectors.pulsar.committer import check_transactions
 
             return check_transactions(options, admin)
         return []

@@ -17,7 +17,25 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from delivered.connectors.pulsar import SOURCE, SourceOptions, refuse_latest_start
+from delivered.connectors.pulsar import (
+    EARLIEST,
+    LATEST,
+    SOURCE,
+    START,
+    Partition,
+    Position,
+    SourceOptions,
+    Timestamp,
+    Where,
+    fields,
+    from_json,
+    physical,
+    ranges,
+    refuse_latest_start,
+    rest,
+    short_name,
+    to_json,
+)
 from delivered.connectors.pulsar.client import (
     Admin,
     Bounds,
@@ -29,22 +47,6 @@ from delivered.connectors.pulsar.client import (
     warm_client,
 )
 from delivered.connectors.pulsar.columns import VERSION, Messages, Values, columns_of, registered, rejected_rows, shape
-from delivered.connectors.pulsar.positions import (
-    EARLIEST,
-    LATEST,
-    START,
-    Partition,
-    Position,
-    Timestamp,
-    Where,
-    fields,
-    from_json,
-    physical,
-    ranges,
-    rest,
-    short_name,
-    to_json,
-)
 from delivered.contract.source import Address, Finding, Offsets, Retained, Slice, Source, SourceDriver
 from delivered.kits.schemas.values import canonical
 from delivered.model.capability import SourceCapability
@@ -218,9 +220,9 @@ class PulsarDriver(SourceDriver):
 
     def retained(self, at: Offsets) -> Retained:
         """By ledgers and policies."""
-        from delivered.connectors.pulsar.retention import retained
+        from delivered.connectors.pulsar.scan import retained
 
-        return retained(self._admin, self._snapshot(), from_json(at), is_deleted)
+        return retained(self._admin, self._snapshot(), from_json(at))
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
         """The last entry read, hashed, with the time at which it was published."""

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any
 
-from delivered.connectors.pulsar import Place
+from delivered.connectors.pulsar import START, Place, Position, short_name
 from delivered.connectors.pulsar.client import Admin, Bounds
 from delivered.connectors.pulsar.journal import SUBSCRIPTION, Journal, Record, Topic, new_id, topic_name
-from delivered.connectors.pulsar.positions import START, Position, short_name
 from delivered.contract.source import Finding
 from delivered.ledger import Change, Head, not_next, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken, LedgerBehind, UsageError
