@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import socket
+import sqlite3
 from collections.abc import Iterator
 
+import psycopg
+import pymysql
 import pytest
+import requests
+from sqlalchemy.exc import InterfaceError, OperationalError
 
 from delivered import DeliveredError, Guarantee
 from delivered.connectors import delta, iceberg, log
-from delivered.kits.table.store import client_options, find_outage
+from delivered.connectors.iceberg import client
+from delivered.kits.table.store import find_outage, storage_options
+from delivered.model import patience
 from delivered.model.patience import asking_once, within
 
 S3 = {
@@ -78,8 +85,64 @@ def test_what_does_not_end_by_itself(text: str) -> None:
     assert find_outage("the table 's3://lake/orders'", OSError(text)) is None
 
 
+def of_database(kind: type[Exception], driver: type[Exception], *args: object) -> Exception:
+    """As SQLAlchemy raises an error of a catalog's database."""
+    return kind("SELECT 1", {}, driver(*args))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        of_database(OperationalError, psycopg.OperationalError, "server closed the connection unexpectedly"),
+        of_database(OperationalError, psycopg.errors.CannotConnectNow, "the database system is starting up"),
+        of_database(OperationalError, pymysql.OperationalError, 2003, "Can't connect to MySQL server on 'db'"),
+        of_database(InterfaceError, pymysql.InterfaceError, 0, ""),
+        requests.ConnectionError("('Connection aborted.', RemoteDisconnected())"),
+        requests.ConnectionError(),
+        requests.ReadTimeout(),
+        BrokenPipeError(32, "Broken pipe"),
+    ],
+    ids=str,
+)
+def test_errors_of_a_catalog_that_is_away(error: Exception) -> None:
+    assert find_outage("the table 'shop.orders'", error) is not None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        of_database(OperationalError, psycopg.OperationalError, 'FATAL: password authentication failed for user "u"'),
+        of_database(
+            OperationalError, psycopg.OperationalError, 'connection failed: FATAL: database "lake" does not exist'
+        ),
+        of_database(OperationalError, pymysql.OperationalError, 1045, "Access denied for user 'u'@'host'"),
+        of_database(OperationalError, sqlite3.OperationalError, "unable to open database file"),
+        requests.exceptions.SSLError("certificate verify failed: self-signed certificate"),
+    ],
+    ids=str,
+)
+def test_errors_of_a_catalog_that_waiting_does_not_mend(error: Exception) -> None:
+    assert find_outage("the table 'shop.orders'", error) is None
+
+
+def test_a_running_query_waits_for_a_catalogs_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [of_database(OperationalError, psycopg.errors.AdminShutdown, "terminating connection"), "the table"]
+
+    class Catalog:
+        def load_table(self, name: object) -> object:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    monkeypatch.setattr(client, "catalog", lambda _: Catalog())
+    monkeypatch.setattr(patience, "_in_query", True)
+    catalog = {"catalog.type": "sql", "catalog.uri": "postgresql+psycopg://db/lake"}
+    assert client.open_table(iceberg.IcebergOptions.parse({"table": "shop.orders", **catalog})) == "the table"
+
+
 def test_what_the_user_says_of_requests_stands() -> None:
     given = {"timeout": "90s", "aws_region": "eu-central-1"}
     with within(10.0):
-        assert client_options("s3://lake/orders", given) == {**given, "retry_timeout": "10s"}
-        assert client_options("/data/orders", {}) is None
+        assert storage_options("s3://lake/orders", given) == {**given, "retry_timeout": "10s"}
+        assert storage_options("/data/orders", {}) is None

@@ -388,15 +388,16 @@ def patiently(
             if patience_s and not warned and error.may_come_back:
                 log.warning("%s; waiting up to %.0f s", error.message.rstrip("."), patience_s)
                 warned = True
-                outage.enter_context(unanswered(server, _is_away))
+                outage.enter_context(unanswered(server, is_away))
             raise
         return answer
 
     if not patience_s:
         return once()  # within no time, requests would have none either
     with within(patience_s), ExitStack() as outage:
-        return _ask_again(server, once, _is_away)
+        return _ask_again(server, once, is_away)
 
 
-def _is_away(error: BaseException) -> bool:
+def is_away(error: BaseException) -> bool:
+    """Whether a server did not answer, and may come back."""
     return isinstance(error, Unreachable) and error.may_come_back

@@ -15,7 +15,6 @@ import pyarrow as pa
 from delivered.connectors.delta import DeltaOptions
 from delivered.kits.options import not_a_folder
 from delivered.kits.table import store, target
-from delivered.kits.table import store as storage
 from delivered.kits.table.store import sync_checkpoint
 from delivered.model.errors import DeliveredError, extra
 from delivered.model.work import Failed, Handle, Ok, Outcome, Unknown
@@ -39,7 +38,7 @@ def open_table(options: DeltaOptions, version: int | None = None) -> Any | None:
     deltalake = delta()
     with explained(options):
         try:
-            given = storage.client_options(options.path, options.storage_resolved())
+            given = store.storage_options(options.path, options.storage_resolved())
             return deltalake.DeltaTable(options.path, version=version, storage_options=given)
         except deltalake.exceptions.TableNotFoundError:
             return None
@@ -63,7 +62,7 @@ def explained(options: DeltaOptions) -> Iterator[None]:
         raise not_a_folder(options.path) or refusal from error
 
 
-class Store(storage.Store):
+class Store(store.Store):
     """Files at and below a table's folder."""
 
     def __init__(self, options: DeltaOptions) -> None:

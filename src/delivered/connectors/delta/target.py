@@ -27,7 +27,7 @@ from delivered.connectors.delta.client import (
 )
 from delivered.kits.sql.table import untyped
 from delivered.kits.table import target
-from delivered.kits.table.store import client_options
+from delivered.kits.table.store import storage_options
 from delivered.kits.table.target import TableTypes, canonical
 from delivered.model.capability import APPEND
 from delivered.model.errors import BadRecord, Refused, UsageError
@@ -219,7 +219,7 @@ def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
         try:
             deltalake.DeltaTable.create(
                 options.path, schema, mode="error", partition_by=list(options.partition_by or ()) or None,
-                storage_options=client_options(options.path, options.storage_resolved()),
+                storage_options=storage_options(options.path, options.storage_resolved()),
             )  # fmt: skip
         except deltalake.exceptions.DeltaError:
             # Another driver may have created it; if not, raise the reason.

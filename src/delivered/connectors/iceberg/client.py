@@ -40,7 +40,7 @@ from delivered.kits.table.store import Store, make_folder, sync
 from delivered.model.answers import UnexpectedAnswer
 from delivered.model.errors import DeliveredError, extra
 from delivered.model.limits import REQUEST_TIMEOUT_S
-from delivered.model.patience import left_s, query_patience_s, wait_out
+from delivered.model.patience import is_away, left_s, query_patience_s, wait_out
 from delivered.model.ranges import of_values
 from delivered.model.work import Failed, Ok, Outcome, Unknown
 
@@ -181,7 +181,7 @@ def open_table(options: IcebergOptions) -> Any | None:
                 return None
 
     where = options.catalog.get("uri", "").rpartition("@")[2]
-    return wait_out(f"the Iceberg catalog {where}", once, _is_away, query_patience_s())
+    return wait_out(f"the Iceberg catalog {where}", once, is_away, query_patience_s())
 
 
 @contextlib.contextmanager
@@ -191,20 +191,6 @@ def _shaped() -> Iterator[None]:
         yield
     except (TypeError, AttributeError, KeyError, RecursionError) as error:
         raise UnexpectedAnswer(f"the catalog's answer has another shape ({type(error).__name__}: {error})") from error
-
-
-_AWAY = ("ConnectionError", "ConnectTimeout", "ReadTimeout", "ServiceUnavailableError")
-
-
-def _is_away(error: BaseException) -> bool:
-    """Whether a catalog that is a server did not answer, or its database."""
-    import sqlalchemy.exc
-
-    cause = error.__cause__
-    if isinstance(cause, sqlalchemy.exc.DBAPIError):
-        embedded = type(cause.orig).__module__.startswith("sqlite3")
-        return not embedded and isinstance(cause, (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError))
-    return isinstance(cause, ConnectionError) or type(cause).__name__ in _AWAY
 
 
 def require_table(options: IcebergOptions) -> Any:

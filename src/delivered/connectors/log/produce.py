@@ -28,7 +28,7 @@ from delivered.connectors.log.source import RangeReader
 from delivered.connectors.log.table import read_progress
 from delivered.contract.queue import Entered, Journal, JournalSize, MessageBatch
 from delivered.kits.options import absolute
-from delivered.kits.table.store import client_options, sync, sync_checkpoint
+from delivered.kits.table.store import storage_options, sync, sync_checkpoint
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import record_hashes
 from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
@@ -260,7 +260,7 @@ def _stored(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 def open_or_create(path: str, options: Mapping[str, str]) -> Any:
     deltalake = layout.delta()
-    given = client_options(path, options)
+    given = storage_options(path, options)
     if not deltalake.DeltaTable.is_deltatable(path, given):
         # "ignore": another producer may create the log at the same moment.
         with contextlib.suppress(deltalake.exceptions.CommitFailedError):

@@ -20,7 +20,7 @@ import pyarrow as pa
 from delivered.contract.source import ReceiverReport
 from delivered.kits.options import not_a_folder
 from delivered.kits.table import store
-from delivered.kits.table.store import client_options, find_outage
+from delivered.kits.table.store import find_outage, storage_options
 from delivered.model.errors import InvariantBroken, Unreachable, UsageError, extra
 from delivered.model.work import LOG_PROPERTY, check_format, with_format, without_format
 from delivered.source import HEADERS, TIMESTAMP
@@ -122,7 +122,7 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
     """
     deltalake = delta()
     try:
-        table = deltalake.DeltaTable(path, version=version, storage_options=client_options(path, storage))
+        table = deltalake.DeltaTable(path, version=version, storage_options=storage_options(path, storage))
     except deltalake.exceptions.TableNotFoundError:
         raise UsageError("LOG_MISSING", path=path) from None
     except (deltalake.exceptions.DeltaError, OSError) as error:

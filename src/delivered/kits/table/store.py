@@ -21,29 +21,34 @@ from delivered.model.work import ENTRY_BYTES, Archive, Archived
 
 _NO_ANSWER = re.compile(
     r"error sending request|dns error|(could not|failed to) (resolve|lookup|establish)|timed? ?out|network_connection"
-    r"|connection (refused|reset|aborted|closed|failed|lost)|slow_?down|service ?unavailable|status code: (429|5\d\d)"
-    r"|network is unreachable|no route to host",
+    r"|connection ?(error|refused|reset|aborted|closed|failed|lost)|broken ?pipe|slow_?down|service ?unavailable"
+    r"|status code: (429|5\d\d)|network is unreachable|no route to host"
+    r"|^(Operational|Interface)Error: \((?!sqlite3\.)",  # of a catalog's database, from SQLAlchemy
     re.IGNORECASE,
 )
-_FOR_CREDENTIALS = re.compile(r"169\.254\.|metadata\.google\.internal|token request", re.IGNORECASE)
-"""Where clients look for the machine's own credentials, if they were given none."""
+_REFUSED = re.compile(
+    r"169\.254\.|metadata\.google\.internal|token request"  # where clients look for credentials that nobody gave them
+    r"|authentication failed|access denied|no pg_hba\.conf entry|(database|role) .* does not exist|unknown database",
+    re.IGNORECASE,
+)
 
 
 def find_outage(what: str, error: BaseException) -> Unreachable | None:
     """The outage that an error of an object store's or a catalog's client reports, which ends by itself.
 
-    None: it answered, or the client found no credentials.
+    None: it answered, or the client found no credentials. Judged by the text with the class's name: no client has one
+    error for it.
 
     Args:
         what: for the message: "the table 's3://lake/orders'".
     """
     text = f"{type(error).__name__}: {error}"
-    if not _NO_ANSWER.search(text) or _FOR_CREDENTIALS.search(text):
+    if not _NO_ANSWER.search(text) or _REFUSED.search(text):
         return None
     return Unreachable("STORAGE_UNREACHABLE", what=what, error=text[:500])
 
 
-def client_options(path: str, given: Mapping[str, str]) -> dict[str, str] | None:
+def storage_options(path: str, given: Mapping[str, str]) -> dict[str, str] | None:
     """Options of delta-rs for a table. Unless the user says otherwise, requests end with enclosing waits: by itself it
     would ask a silent store for three minutes. None: there are none."""
     if "://" not in path or path.startswith("file:"):
