@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from delivered.cli.explain import to_json
+from delivered.cli.doctor import to_json
 from delivered.model.errors import entries
 
 DOCS = Path(__file__).parent

@@ -16,7 +16,7 @@ import yaml
 from tests.spark.cli_help import WAIT_S, running, terminal, until
 
 from delivered.checkpoint.history import runs, samples
-from delivered.cli.example import RECORDS, write_example
+from delivered.cli.run import RECORDS, write_example
 from delivered.connectors.log import append
 
 

@@ -12,7 +12,7 @@ from tests.spark.cli_help import WAIT_S, running, until
 
 from delivered.checkpoint import history
 from delivered.checkpoint.history import runs
-from delivered.cli.example import write_example
+from delivered.cli.run import write_example
 
 
 @pytest.mark.matrix

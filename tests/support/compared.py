@@ -13,8 +13,8 @@ import pyarrow as pa
 from tests.support.reconcile import classify
 
 from delivered.audit.account import Comparison, Findings, Ranges
-from delivered.audit.evidence import Counts, PartitionLine
-from delivered.audit.judge import NOBODY, Result
+from delivered.audit.evidence import NOBODY, Counts, PartitionLine
+from delivered.audit.judge import Result
 from delivered.audit.request import AuditRequest, Positions
 from delivered.audit.sealing import open_sources
 from delivered.contract.sink import BoundedScan

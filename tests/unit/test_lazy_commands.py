@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from delivered.cli.example import write_example
 from delivered.cli.main import COMMANDS, app
+from delivered.cli.run import write_example
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delivered.cli.example import FILE, write_example
+from delivered.cli.run import FILE, write_example
 from delivered.entry import Pipeline
 from delivered.model.errors import UsageError
 from delivered.pipeline.definition import parse_trigger

@@ -37,7 +37,7 @@ COMMANDS: dict[str, Place] = {
     ),
     "rebuild": Place("run", "rebuild", "Make the sink's table again from the source, compare both, and swap them."),
     "explain": Place(
-        "explain", "explain", "Explain an error code: what it means, what causes it, and what to run next."
+        "doctor", "explain", "Explain an error code: what it means, what causes it, and what to run next."
     ),
     "status": Place(
         "status",
@@ -68,7 +68,7 @@ COMMANDS: dict[str, Place] = {
         "ui",
         "Serve the status as web pages, an overview and one page for each pipeline, which reload every 5 s.",
     ),
-    "init": Place("example", "init", "Write a ready-to-run example: a log of orders into SQLite, no server needed."),
+    "init": Place("run", "init", "Write a ready-to-run example: a log of orders into SQLite, no server needed."),
     "plan": Place(
         "run",
         "plan",
@@ -92,7 +92,7 @@ COMMANDS: dict[str, Place] = {
         "lab", "verify", "Inject faults at every failure point and judge from outside whether the guarantee held."
     ),
     "evidence": Place(
-        "evidence",
+        "audit",
         "evidence_app",
         "`delivered evidence PIPELINE.yaml` writes a pipeline's seals into one file; `check` checks such a file.",
     ),
