@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         Unreachable,
         UsageError,
     )
-    from delivered.pipeline.dedup import dedup
     from delivered.pipeline.endpoint import (
         Endpoint,
         delta,
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
         sqlite,
     )
     from delivered.pipeline.receive import receive
-    from delivered.pipeline.transform import Transform, arrow, transform
+    from delivered.pipeline.transform import Transform, arrow, dedup, transform
     from delivered.planner.answer import Plan, Refusal
     from delivered.spark.foreach import write_batch
     from delivered.spark.session import register, session
@@ -78,7 +77,7 @@ _WHERE = {
     "UsageError": "delivered.model.errors",
     "arrow": "delivered.pipeline.transform",
     "audit_chain": "delivered.audit.spark.chain",
-    "dedup": "delivered.pipeline.dedup",
+    "dedup": "delivered.pipeline.transform",
     "delta": "delivered.pipeline.endpoint",
     "endpoint": "delivered.pipeline.endpoint",
     "files": "delivered.pipeline.endpoint",

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from delivered.operate.continuous import ContinuousAudit
     from delivered.operate.replay import Rebuild
     from delivered.operate.status import Status
-    from delivered.pipeline.adopt import Adoption
     from delivered.pipeline.endpoint import Endpoint
+    from delivered.pipeline.start import Adoption
 
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Pipeline(Definition):
                 skipped.
             Unreachable: a server or a checkpoint did not answer.
         """
-        from delivered.pipeline.adopt import adopt
+        from delivered.pipeline.start import adopt
 
         return adopt(self, checkpoint=checkpoint, group=group, timestamp_ms=timestamp_ms, write=write)
 

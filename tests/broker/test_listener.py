@@ -18,19 +18,19 @@ from tests.support.front import certificate
 
 import delivered
 from delivered.model.errors import Unreachable
-from delivered.pipeline import listener
+from delivered.pipeline import facts
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.listener import identify
+from delivered.pipeline.facts import identify
 from delivered.planner import Refusal
 
 SERVERS = {
-    "kafka": listener.KAFKA,
-    "postgres": listener.POSTGRES,
-    "mysql": listener.MYSQL,
-    "rabbitmq": listener.RABBITMQ,
-    "pulsar": listener.PULSAR,
-    "activemq": listener.STOMP,
-    "rocketmq": listener.GRPC,
+    "kafka": facts.KAFKA,
+    "postgres": facts.POSTGRES,
+    "mysql": facts.MYSQL,
+    "rabbitmq": facts.RABBITMQ,
+    "pulsar": facts.PULSAR,
+    "activemq": facts.STOMP,
+    "rocketmq": facts.GRPC,
 }
 
 
@@ -112,7 +112,7 @@ def test_a_listener_without_tls_is_told(kafka: Any, tmp_path: Path) -> None:
 
 def test_a_listener_with_tls_alone_is_told(kafka: Any, tmp_path: Path) -> None:
     with tls_in_front(*address(kafka), certificate(tmp_path)) as port:
-        assert identify("127.0.0.1", port) == (listener.KAFKA, True)
+        assert identify("127.0.0.1", port) == (facts.KAFKA, True)
         answer = planned(tmp_path, delivered.kafka(f"127.0.0.1:{port}", topic="t"))
     assert answer.reason.startswith(f"Kafka at 127.0.0.1:{port} answers only over TLS"), answer
 
@@ -132,4 +132,4 @@ def test_wrong_credentials_stay_what_they_are(kafka: Any, tmp_path: Path) -> Non
 def test_an_outbox_in_mysql_expects_mysql(mysql: Any) -> None:
     place = "{}:{}".format(*address(mysql))
     outbox = delivered.endpoint("outbox", url=f"mysql://me@{place}/shop", table="outbox")
-    assert listener.find_another(outbox, "OUTBOX_UNREACHABLE", f"MySQL at {place} is unreachable") is None
+    assert facts.find_another(outbox, "OUTBOX_UNREACHABLE", f"MySQL at {place} is unreachable") is None

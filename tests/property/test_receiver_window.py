@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from delivered.receiver.window import Window
+from delivered.receiver import Window
 
 IDS = st.one_of(st.none(), st.integers(0, 25).map(str))
 PARTITIONS = st.integers(0, 2)

@@ -36,7 +36,7 @@ from tests.kafka_tools import read_committed
 from tests.spark.apps import jvm_host, portable
 
 from delivered.crash import CRASH, CRASH_DIR
-from delivered.prefork.server import TASKS
+from delivered.prefork import TASKS
 from delivered_lab.brokers.servers import free_ports
 from delivered_lab.supervisor import hits, kill_tree
 

@@ -15,7 +15,7 @@ from tests.spark.topics import send
 
 import delivered
 from delivered.machine import java_home
-from delivered.spark.compat import ADMITS
+from delivered.spark.internals import ADMITS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -55,7 +55,7 @@ class Seen:
 def in_task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     from pyspark import TaskContext
 
-    from delivered.spark.task import running_batch
+    from delivered.spark.writers import running_batch
 
     for _ in batches:
         pass
@@ -567,7 +567,7 @@ WATCHED_ELSEWHERE: dict[str, Callable[[SparkSession, Seen], None]] = {
     "engine/owner.py": children_of_the_jvm,
     "model/translate.py": errors_of_workers,
     "pipeline/spec.py": processes_of_a_writer,
-    "prefork/server.py": daemon,
+    "prefork/__init__.py": daemon,
     "spark/writers.py": processes_of_a_writer,
 }
 

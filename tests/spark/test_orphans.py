@@ -16,7 +16,7 @@ from tests.spark.log_to_sqlite import produce, rows, until
 import delivered
 from delivered.engine.context import open_shared_ledger
 from delivered.model.translate import translated
-from delivered.prefork.server import TASKS
+from delivered.prefork import TASKS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -11,7 +11,7 @@ import pytest
 from tests.support.sweeps import sweep
 
 import delivered
-from delivered.spark import hooks, session, start
+from delivered.spark import internals
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -23,8 +23,7 @@ SQL = "SELECT k, count(*) AS n, sum(v) AS total FROM source GROUP BY k"
 @pytest.fixture
 def portable(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> SparkSession:
     """A session as of Spark 3.5."""
-    for module in (hooks, session, start):
-        monkeypatch.setattr(module, "PYTHON_SOURCES", False)
+    monkeypatch.setattr(internals, "PYTHON_SOURCES", False)
     return spark
 
 

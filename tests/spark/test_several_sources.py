@@ -23,7 +23,7 @@ from delivered.audit.evidence import Verdict
 from delivered.connectors.log import append
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.planner import Plan, Refusal
-from delivered.spark.compat import cannot_restart
+from delivered.spark.internals import cannot_restart
 from delivered_lab import supervisor
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def rows(folder: Path) -> Counter[tuple[str, str]]:
         return Counter(connection.execute("SELECT id, kind FROM shop"))
 
 
-EARLIER = "from delivered.spark import start; start.unfit_version = lambda *_: None; "
+EARLIER = "from delivered.spark import internals; internals.unfit_version = lambda *_: None; "
 """Before the job: what an earlier version did not check."""
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.spark.topics import read_values, send
 
-from delivered.spark.compat import READS_ONCE, VERSION
+from delivered.spark.internals import READS_ONCE, VERSION
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -12,7 +12,7 @@ import pytest
 from tests.spark.log_to_sqlite import WAIT_S, produce, rows
 
 from delivered.model.errors import InvariantBroken
-from delivered.spark import compat, parsed
+from delivered.spark import internals, parsed
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ class Reader:
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         return {"at": 0}
 
-    def getDefaultReadLimit(self) -> compat.ReadLimit:  # noqa: N802
-        return compat.ReadMaxRows(3)
+    def getDefaultReadLimit(self) -> internals.ReadLimit:  # noqa: N802
+        return internals.ReadMaxRows(3)
 
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:  # noqa: N802
         return {"at": min(9, start["at"] + limit.max_rows)}
@@ -56,7 +56,7 @@ class Reader:
         return [start, end]
 
 
-class Asked(compat._Remembering, Reader):  # type: ignore[misc]
+class Asked(internals._Remembering, Reader):  # type: ignore[misc]
     """As Spark before 4.2 asks it."""
 
 

@@ -25,7 +25,7 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import UsageError
 from delivered.model.work import Owner
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.listener import PROBES
+from delivered.pipeline.facts import PROBES
 from delivered.planner import Refusal
 
 FILE = """\

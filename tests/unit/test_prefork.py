@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from delivered.prefork import SOCKET, worker_python
+from delivered.prefork import SERVE, SOCKET, worker_python
 
 PROBE = """
 import os, sys, json
@@ -27,7 +27,7 @@ print("to stderr", file=sys.stderr)
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
     path = tmp_path_factory.mktemp("t") / "t"
-    command = [sys.executable, "-u", "-m", "delivered.prefork.server", str(path), "tasks", "pyarrow.compute"]
+    command = [sys.executable, "-u", "-c", SERVE, str(path), "tasks", "pyarrow.compute"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONHASHSEED": "0"})
     process.path = path  # type: ignore[attr-defined]
     deadline = time.monotonic() + 60
@@ -136,7 +136,7 @@ def test_a_launcher_that_is_killed_before_it_read_the_answer_ends_the_worker_alo
 
 BOTH = """
 import os, selectors, socket
-from delivered.prefork.server import Server
+from delivered.prefork import Server
 listener = socket.socket(socket.AF_UNIX)
 server = Server(listener, "tasks")
 launcher, other_end = socket.socketpair()

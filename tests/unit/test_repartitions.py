@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from delivered.checkpoint.folder import repartitions_before
-from delivered.engine.rules import NewBatch, judge
+from delivered.engine.recover import NewBatch, judge
 from delivered.model.capability import Guarantee
 from delivered.model.errors import LedgerBehind
 from delivered.model.identity import Scope

@@ -92,8 +92,6 @@ def test_house(path: Path) -> None:
 
 WITHOUT_PYSPARK = {
     "delivered.spark": "says what the room holds",
-    "delivered.spark.internals": "imports it where it is used: tasks load this module",
-    "delivered.spark.writers": "derives from its writers, by way of compat.py",
 }
 
 
@@ -116,7 +114,7 @@ def test_one_module_asks_for_the_version_of_spark() -> None:
         asked = ("parsed(", "version")
         if any(word in ast.unparse(n).lower() for n in orders for word in asked):
             ask.add(str(file.relative_to(SOURCE)))
-    assert ask == {"spark/__init__.py", "spark/compat.py"}
+    assert ask == {"spark/__init__.py", "spark/internals.py"}
 
 
 def test_tests_import_helpers_and_no_other_tests() -> None:

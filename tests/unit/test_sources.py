@@ -16,7 +16,7 @@ from delivered.audit.request import SourceSet, parsed, plain, slices_of
 from delivered.checkpoint import sidecar
 from delivered.checkpoint.sidecar import OffsetMetadata
 from delivered.connectors.log import append
-from delivered.engine.rules import judge
+from delivered.engine.recover import judge
 from delivered.model.capability import Guarantee, SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, LedgerAhead, LedgerBehind, UsageError
 from delivered.model.fingerprint import Fingerprint

@@ -184,7 +184,7 @@ def test_a_task_loads_neither_the_spec_nor_the_drivers_half_of_the_engine() -> N
         "engine.sinks",
         "engine.transform",
     }
-    edge = {"spark.writers", "spark.task", "spark.compat", "spark.internals"}
+    edge = {"spark.writers", "spark.internals"}
     assert {m for m in ours if m.startswith("spark.")} == edge
     assert loaded.isdisjoint({"pydantic", "yaml", "typer", "rich"})
 

@@ -14,11 +14,11 @@ from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.model.identity import Scope
 from delivered.spark.internals import dumps
 from delivered.spark.rows import Failing, apply_transform
-from delivered.spark.task import DedupTask
+from delivered.spark.writers import DedupTask
 
 _IMPORTED = """
 import gc
-from delivered.spark.task import arm
+from delivered.spark.writers import arm
 
 arm()
 seen = len(gc.get_objects())
@@ -33,7 +33,7 @@ def test_what_a_task_imported_is_spared_the_collection_after_the_next_one() -> N
     """PySpark collects after every task: 47,000 objects that the first task imported took longer than the task."""
     told = subprocess.run([sys.executable, "-c", _IMPORTED], capture_output=True, text=True, check=True)
     seen, imported, left = map(int, told.stdout.split())
-    assert imported > seen + 5_000
+    assert imported > seen + 3_000
     assert left < seen + 500
 
 

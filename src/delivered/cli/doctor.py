@@ -144,7 +144,7 @@ def _class_archive() -> Check:
 
 def _workers(pipeline: Pipeline | None) -> Check:
     """Settings of the session that a pipeline, or `spark-submit`, would make."""
-    from delivered.pipeline.columns import spark_defaults
+    from delivered.pipeline.facts import spark_defaults
 
     try:
         from delivered.spark.check import advice

@@ -109,8 +109,7 @@ def plan(
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Show a pipeline's steps and the assumptions of its guarantee, or why it is refused (exit code 2)."""
-    from delivered.pipeline.columns import UNCHECKED
-    from delivered.pipeline.facts import gather
+    from delivered.pipeline.facts import UNCHECKED, gather
     from delivered.planner import Refusal, make_plan, to_json
 
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
@@ -362,7 +361,7 @@ def _run_pipeline(
     from delivered.pipeline.progress import watch
     from delivered.planner import Refusal
     from delivered.spark.internals import recent_reports
-    from delivered.spark.recorder import recorded
+    from delivered.spark.start import recorded
 
     work_for(pipeline.name)
     request = StopRequest()
@@ -554,7 +553,7 @@ def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool,
 
 def _own_error(failure: Any, log: SparkLog, pipeline: Pipeline) -> Exception:
     """A failed query's own error, with a pointer to Spark's log."""
-    from delivered.spark.recorder import why_ended
+    from delivered.spark.session import why_ended
 
     own_error = translated(failure) or why_ended()
     if own_error is not None:
@@ -591,8 +590,7 @@ class SparkLog:
 @contextlib.contextmanager
 def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
     """A session that logs to a file and is shielded from Ctrl-C on this terminal."""
-    from delivered.spark.recorder import Jvm
-    from delivered.spark.start import new_session
+    from delivered.spark.start import Jvm, new_session
 
     path = log.path
     # Processes started from here on inherit the mask: the JVM and its workers finish their batch on Ctrl-C, which the

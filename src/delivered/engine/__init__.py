@@ -4,8 +4,8 @@ A number such as (P7) refers to a bug in another system: docs/pitfalls.md.
 
 Driver:
 runner.py    a batch from its plan to its decision: what every driver of batches calls
-rules.py     compares ledger and checkpoint; pure
-recover.py   before a batch: finish or abort what an earlier run left; plan each shard: write | skip | give up
+recover.py   before a batch: compare ledger and checkpoint (`judge`, pure); finish or abort what an earlier run left;
+             plan each shard: write | skip | give up
 decide.py    after a batch: checks the tasks' messages; the one record that makes it count (the line is marked there);
              makes decided participants visible, aborts orphans
 context.py   the sinks behind one ledger, their committers and targets

@@ -23,7 +23,6 @@ from delivered.model.rows import OnBadRow
 from delivered.model.schedule import Cadence
 from delivered.model.secrets import shown
 from delivered.model.work import Tolerance
-from delivered.pipeline.dedup import dedup as make_dedup
 from delivered.pipeline.endpoint import Endpoint, as_text, is_folder_of, refuse_passwords
 from delivered.pipeline.file import (
     AuditEntry,
@@ -46,6 +45,7 @@ from delivered.pipeline.transform import (
     load_function,
     reads_all,
 )
+from delivered.pipeline.transform import dedup as make_dedup
 from delivered.pipeline.transform import transform as declare
 from delivered.planner import Trigger
 

@@ -1,16 +1,24 @@
-"""Collects facts for the planner: on a pipeline's definition, checkpoint, ledger, live systems, and session."""
+"""Collects facts for the planner: on a pipeline's definition, its columns at every sink, checkpoint, ledger, live
+systems, and session."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import socket
+import ssl
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
 
 from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import (
@@ -27,8 +35,7 @@ from delivered.contract.sink import Sink
 from delivered.contract.source import Finding, Source
 from delivered.engine.context import open_shared_ledger
 from delivered.engine.owner import find_living
-from delivered.engine.recover import find_other_ledgers
-from delivered.engine.rules import find_rename, judge
+from delivered.engine.recover import find_other_ledgers, find_rename, judge
 from delivered.engine.sinks import Member, Sinks
 from delivered.model.capability import SourceCapability, WriteMode
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, Unreachable, UsageError, missing_extra
@@ -37,11 +44,11 @@ from delivered.model.options import resolve_secret
 from delivered.model.patience import asking_once
 from delivered.model.work import CheckpointView, LedgerState
 from delivered.pipeline.changing import changing_in_sql
-from delivered.pipeline.columns import check_columns
 from delivered.pipeline.definition import Definition
-from delivered.pipeline.endpoint import Endpoint, datasets
+from delivered.pipeline.endpoint import Endpoint, Item, Projection, datasets
 from delivered.pipeline.registry import PREFIX, connectors
 from delivered.pipeline.spec import NO_INCARNATION, PipelineSpec, Reading, SinkSpec
+from delivered.pipeline.sql import UNKNOWN, Place, SqlFacts, check_sql, is_readable
 from delivered.planner import (
     CheckpointFacts,
     EarlierFacts,
@@ -288,9 +295,9 @@ def _run_preflight(preflight: Any, endpoint: Endpoint | None = None) -> tuple[Fi
         endpoint: what is checked; if its server is not reached, the plan says which other one listens there.
     """
     try:
-        return tuple(_find_another(endpoint, f.code, f.message) or f if f.refuses else f for f in preflight())
+        return tuple(find_another(endpoint, f.code, f.message) or f if f.refuses else f for f in preflight())
     except Unreachable as error:
-        if (another := _find_another(endpoint, error.code, error.message)) is None:
+        if (another := find_another(endpoint, error.code, error.message)) is None:
             raise
         return (another,)
     except (Refused, MissingExtra) as error:
@@ -300,15 +307,6 @@ def _run_preflight(preflight: Any, endpoint: Endpoint | None = None) -> tuple[Fi
         if missing is None:
             raise
         return (Finding.refusal(missing),)
-
-
-def _find_another(endpoint: Endpoint | None, code: str, text: str) -> Finding | None:
-    if endpoint is None:
-        return None
-    from delivered.pipeline.listener import find_another
-
-    error = find_another(endpoint, code, text)
-    return None if error is None else Finding.refusal(error)
 
 
 def _build_execution(pipeline: Definition, session: SessionFacts | None) -> Execution:
@@ -516,3 +514,326 @@ def alternatives() -> Alternatives:
         tuple(f"{name} with {option}" if option else name for name, option in able),
         tuple(c.name for c in installed if c.key_table),
     )
+
+
+# What a plan says of a transform's SQL, and of its columns at every sink, without Spark: what a start would refuse.
+# Only what is certain is refused. What only Spark knows is a finding, `SQL_UNCHECKED`, and left to `run`.
+
+UNCHECKED = "SQL_UNCHECKED"
+_HARMLESS = re.compile(
+    r"spark\.sql\.(shuffle|streaming|execution|adaptive|files|ansi\.enabled$|session\.timeZone)", re.IGNORECASE
+)
+"""Settings that change neither grammar nor names nor types."""
+_SESSION_FROM = frozenset(("SPARK_REMOTE", "PYSPARK_GATEWAY_PORT", "PYSPARK_SUBMIT_ARGS"))
+"""Variables that give a session more than is known here."""
+_STAND_INS = (pa.string(), pa.binary(), pa.int64(), pa.bool_(), pa.timestamp("us", "UTC"))
+"""Types in the place of an unknown one: what a sink refuses for each of them, with the same words, it refuses."""
+
+
+def check_columns(pipeline: Definition) -> tuple[Finding, ...]:
+    """Findings about the SQL and the columns that reach each sink. Asks sinks for their tables; changes nothing."""
+    transform = pipeline.transform
+    unknown = transform.kind == "python" or (transform.kind == "arrow" and transform.function is not None)
+    if unknown or any(e.is_spark_own for e in pipeline.sources.values()):
+        return ()
+    try:
+        sources = {n: e.source().planned().schema() for n, e in pipeline.sources.items()}
+        if transform.kind != "sql":
+            columns: pa.Schema | None = project(
+                next(iter(sources.values())), Projection(tuple(map(Item, transform.select)))
+            )
+        else:
+            facts = _sql(pipeline, sources)
+            if facts.error is not None:
+                return (Finding.refusal(facts.error),)
+            if facts.doubt:
+                return (Finding.build(UNCHECKED, refuses=False, reason=facts.doubt),)
+            if facts.aggregates and pipeline.output_mode == "append" and pipeline.dedup is None:
+                return (Finding.refusal(UsageError("OUTPUT_MODE.AGGREGATES")),)
+            if facts.sorts and pipeline.output_mode != "complete":
+                return (Finding.refusal(UsageError("OUTPUT_MODE.SORTS", mode=pipeline.output_mode)),)
+            if facts.outer is not None and pipeline.dedup is None:
+                return (Finding.refusal(facts.outer),)
+            columns = facts.columns
+        found: list[Finding] = []
+        for endpoint in pipeline.sinks if columns is not None else ():
+            _check_projection(pipeline, endpoint, columns)
+            own = project(columns, endpoint.projection)
+            _check(endpoint, own)
+            found += _audited_by(pipeline, endpoint, own)
+        return tuple(found)
+    except UsageError as error:
+        return (Finding.refusal(error),)
+    except DeliveredError:
+        return ()  # a server went away meanwhile: the start reports it
+
+
+def check_analysed(
+    pipeline: Definition, analyse: Callable[[Mapping[str, pa.Schema]], tuple[Sequence[pa.Schema], bool]]
+) -> tuple[Finding, ...]:
+    """The same with a session, which knows all that its SQL means. Reads no records; runs no Python transform.
+
+    Args:
+        analyse: columns by source -> those that reach each sink, and whether the transform is deterministic. Raises
+            UsageError: it, or a sink's select, does not fit the columns.
+    """
+    own = any(e.is_spark_own for e in pipeline.sources.values())
+    if own or pipeline.transform.kind not in ("none", "sql"):
+        return ()
+    try:
+        schemas, repeatable = analyse({n: e.source().planned().schema() for n, e in pipeline.sources.items()})
+        for endpoint, columns in zip(pipeline.sinks, schemas, strict=True):
+            _check(endpoint, columns)
+    except UsageError as error:
+        return (Finding.refusal(error),)
+    except DeliveredError:
+        return ()  # a server went away meanwhile: the start reports it
+    named = pipeline.transform.deterministic is not None or changing_in_sql(pipeline.transform.sql)
+    return () if repeatable or named else (Finding.build("SQL_NOT_DETERMINISTIC", refuses=False),)
+
+
+def _sql(pipeline: Definition, sources: Mapping[str, pa.Schema]) -> SqlFacts:
+    if not is_readable():
+        return SqlFacts(doubt="the package sqlglot is not installed")
+    facts = check_sql(pipeline.transform.sql, sources, builtin=_is_builtin(pipeline))
+    return SqlFacts(doubt=facts.error.message) if facts.error is not None and _has_session() else facts
+
+
+def _is_builtin(pipeline: Definition) -> bool:
+    """Whether the pipeline's session has Spark's own functions, tables and grammar, and no others."""
+    if _SESSION_FROM & os.environ.keys() or (pipeline.master or "local").startswith("sc:"):
+        return False
+    settings = {**spark_defaults(), **pipeline.conf}
+    return not any(k.startswith(("spark.sql.", "spark.remote")) and not _HARMLESS.match(k) for k in settings)
+
+
+def _has_session() -> bool:
+    """Whether a start in this process uses a session that is there, with whatever was registered in it."""
+    spark = sys.modules.get("pyspark.sql")
+    return spark is not None and spark.SparkSession.getActiveSession() is not None
+
+
+def spark_defaults() -> dict[str, str]:
+    """Spark's configuration file: a key and a value on each line, with blanks or an equals sign between them."""
+    folder = os.environ.get("SPARK_CONF_DIR") or f"{os.environ.get('SPARK_HOME', '')}/conf"
+    try:
+        text = (Path(folder) / "spark-defaults.conf").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    lines = (re.split(r"[\s=]+", x.strip(), maxsplit=1) for x in text.splitlines() if not x.lstrip().startswith("#"))
+    return {words[0]: words[1] for words in lines if len(words) > 1}
+
+
+def project(columns: pa.Schema, projection: Projection) -> pa.Schema:
+    """The columns that one sink gets. Raises UsageError: it names a column that the rows do not have."""
+    types = {f.name.lower(): f.type for f in columns}
+    for item in projection.items:
+        if item.sql is None and item.name.lower() not in types:
+            raise UsageError("SELECT_COLUMN.PLAN", column=item.name, names=", ".join(columns.names))
+    kinds = [(i.name, types[i.name.lower()] if i.sql is None else UNKNOWN) for i in projection.items]
+    return pa.schema(kinds) if kinds else columns
+
+
+def _check_projection(pipeline: Definition, endpoint: Endpoint, columns: pa.Schema) -> None:
+    """Raises UsageError: `select` or `where` of a sink is no SQL over the rows."""
+    projection, sink = endpoint.projection, endpoint.name or endpoint.sink().name
+    texts = [("select", item.sql, "SELECT ", " FROM source") for item in projection.items if item.sql is not None]
+    if projection.where is not None:
+        texts.append(("where", projection.where, "SELECT 1 AS n FROM source WHERE ", ""))
+    builtin = _is_builtin(pipeline) and not _has_session()
+    for key, text, before, after in texts:
+        place = Place(f"The `{key}` of the sink {sink!r}", before, after, rows="the rows have")
+        error = check_sql(text, {"source": columns}, builtin=builtin, place=place).error
+        if error is not None:
+            raise error
+
+
+def _audited_by(pipeline: Definition, endpoint: Endpoint, columns: pa.Schema) -> Iterator[Finding]:
+    """What identifies records for an audit, and is no SQL over the sink's columns: a run goes on, no audit does."""
+    for name, text in {**pipeline.audit_by, **endpoint.audit}.items():
+        query = f"SELECT {text} FROM source"  # noqa: S608 - nothing runs it
+        facts = check_sql(query, {"source": columns}, builtin=_is_builtin(pipeline))
+        if facts.error is not None:
+            sink, names = endpoint.sink().name, ", ".join(columns.names)
+            yield Finding.build(
+                "AUDIT_EXPRESSION.PLAN", refuses=False, name=name, text=text, sink=endpoint.name or sink, columns=names
+            )
+
+
+def _check(endpoint: Endpoint, columns: pa.Schema) -> None:
+    """Raises UsageError: a start would refuse the columns."""
+    sink = endpoint.sink()
+    _certain(sink.check_schema, columns)
+    if UNKNOWN not in columns.types:
+        sink.check_rows(columns)
+    if (check := sink.target_check()) is None:
+        return
+    try:
+        check(columns)
+    except UsageError as error:
+        step = re.sub(r"(ADD COLUMN .+?) None", r"\1 ...", error.next_step or "")  # of an unknown type
+        raise UsageError(error.args[0], error.message, step) from None
+
+
+def _certain(check: Callable[[pa.Schema], None], columns: pa.Schema) -> None:
+    """Raises UsageError: the check does, whatever the unknown types are."""
+    errors = []
+    for schema in _possible(columns):
+        try:
+            check(schema)
+        except UsageError as error:
+            errors.append(error)
+            continue
+        return
+    if len({e.message for e in errors}) == 1:
+        raise errors[0]
+
+
+def _possible(columns: pa.Schema) -> Iterator[pa.Schema]:
+    if UNKNOWN not in columns.types:
+        yield columns
+        return
+    for kind in _STAND_INS:
+        yield pa.schema([f.with_type(kind) if f.type == UNKNOWN else f for f in columns])
+
+
+# What listens at an address, for a pipeline that was given another system's host and port, or the wrong protocol.
+# Looked at only when a plan failed because a server did not answer as it should. Each probe is a connection that
+# sends what a client of one system sends first, and looks at the first bytes of the answer.
+
+_TIMEOUT_S = 1.0
+_ANSWER_BYTES_MAX = 64
+_AWAY = re.compile(r"(DELIVERED_)?(\w+_(UNREACHABLE|NO_ANSWER|CREDENTIALS)|CREDENTIALS_REFUSED)")
+_PLACE = re.compile(r"(?<![\w.])(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][\w.-]*):(\d{1,5})\b")
+_WANTS_TLS = re.compile(r"(SASL_)?SSL|[a-z+]*ssl://.*|(amqps|https)://.*", re.IGNORECASE)
+
+KAFKA, POSTGRES, MYSQL, RABBITMQ = "Kafka", "PostgreSQL", "MySQL or MariaDB", "RabbitMQ (AMQP 0-9-1)"
+PULSAR, STOMP, HTTP, GRPC = "Pulsar", "ActiveMQ (STOMP)", "an HTTP server", "a gRPC server"
+_EXPECTED = {
+    "kafka": KAFKA,
+    "postgres": POSTGRES,
+    "outbox": POSTGRES,
+    "mysql": MYSQL,
+    "rabbitmq": RABBITMQ,
+    "pulsar": PULSAR,
+    "activemq": STOMP,
+    "rocketmq": GRPC,
+}
+_SWITCH = {
+    "kafka": "kafka.security.protocol",
+    "rabbitmq": "the url's scheme, amqp:// or amqps://",
+    "pulsar": "the url's scheme, pulsar:// or pulsar+ssl://",
+    "activemq": "the url's scheme, stomp:// or stomp+ssl://",
+}
+"""What turns TLS on and off, by system; the others negotiate it on one port."""
+
+
+def _is_mysql(answer: bytes) -> bool:
+    return answer[4:5] in (b"\x0a", b"\xff") and int.from_bytes(answer[:3], "little") < 512
+
+
+_CORRELATION = b"\x7e\x11\xf0\x0d"
+PROBES: tuple[tuple[str, bytes, Callable[[bytes], bool]], ...] = (
+    (MYSQL, b"", _is_mysql),  # the server speaks first
+    (POSTGRES, bytes.fromhex("0000000804d2162f"), lambda answer: answer in (b"S", b"N")),  # SSLRequest
+    (RABBITMQ, b"AMQP\x00\x00\x00\x00", lambda answer: answer == b"AMQP\x00\x00\x09\x01"),  # no such version
+    (
+        KAFKA,  # ApiVersions, version 0
+        bytes.fromhex("0000001300120000") + _CORRELATION + b"\x00\x09delivered",
+        lambda answer: answer[4:8] == _CORRELATION,
+    ),
+    (
+        PULSAR,  # CONNECT of protocol version 19; CONNECTED or ERROR
+        bytes.fromhex("0000000d00000009080212050a01782013"),
+        lambda answer: answer[8:10] in (b"\x08\x03", b"\x08\x09"),
+    ),
+    (
+        STOMP,
+        b"CONNECT\naccept-version:1.2\nhost:delivered\n\n\x00",
+        lambda answer: answer.lstrip().startswith((b"CONNECTED", b"ERROR")),
+    ),
+    (HTTP, b"GET / HTTP/1.1\r\nHost: delivered\r\nConnection: close\r\n\r\n", lambda answer: answer[:5] == b"HTTP/"),
+    (
+        GRPC,  # the preface and empty settings; settings
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5),
+        lambda answer: answer[3:5] == b"\x04\x00",
+    ),
+)
+
+
+@cache
+def identify(host: str, port: int) -> tuple[str | None, bool]:
+    """What listens there, None: nothing known; and whether it was asked over TLS. Takes a second.
+
+    Each address is asked once: a start that waits for its server must not knock at another one's door all the time.
+    """
+    with ThreadPoolExecutor(1 + len(PROBES)) as pool:
+        speaks_tls = pool.submit(_speaks_tls, host, port)  # beside the others: silence costs its second once
+        for tls in (False, True):
+            if tls and not speaks_tls.result():
+                break
+            answers = list(pool.map(partial(_ask, host, port, tls), (question for _, question, _ in PROBES)))
+            found = (name for (name, _, fits), answer in zip(PROBES, answers, strict=True) if answer and fits(answer))
+            if name := next(found, None):
+                return name, tls
+    return None, False
+
+
+def _speaks_tls(host: str, port: int) -> bool:
+    try:
+        with _connect(host, port, tls=True):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _ask(host: str, port: int, tls: bool, question: bytes) -> bytes:
+    """The first bytes of the answer; empty: none in time."""
+    try:
+        with _connect(host, port, tls=tls) as connection:
+            connection.sendall(question)
+            return connection.recv(_ANSWER_BYTES_MAX)
+    except (OSError, ValueError):
+        return b""
+
+
+def _connect(host: str, port: int, *, tls: bool) -> socket.socket:
+    """With TLS: with whoever it is, for nothing is sent that must not be read. Raises OSError, ValueError."""
+    plain = socket.create_connection((host, port), _TIMEOUT_S)
+    if not tls:
+        return plain
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with plain:  # wrapped, the connection is no longer this object's
+        return context.wrap_socket(plain, server_hostname=host)
+
+
+def find_another(endpoint: Endpoint | None, code: str, text: str) -> Finding | None:
+    """The refusal, if what an endpoint's options name is another server than it needs.
+
+    Args:
+        code, text: of the error with which the server was not reached. Others are not looked into.
+    """
+    if endpoint is None or endpoint.system not in _EXPECTED or not _AWAY.fullmatch(code):
+        return None
+    for host, port in _PLACE.findall(text):
+        given = next((v for v in endpoint.options.values() if f"{host}:{port}" in v), None)
+        if given is not None:
+            error = _mismatch(endpoint, given, host, int(port))
+            return None if error is None else Finding.refusal(error)
+    return None
+
+
+def _mismatch(endpoint: Endpoint, given: str, host: str, port: int) -> Refused | None:
+    place, system = f"{host}:{port}", "mysql" if given.startswith("mysql:") else endpoint.system  # of an outbox
+    expected = HTTP if given.startswith("http") else _EXPECTED[system]
+    found, tls = identify(host.strip("[]"), port)
+    if found is None:
+        return None
+    if found != expected:
+        return Refused("ANOTHER_SERVER.PROTOCOL", place=place, found=found, expected=expected)
+    switch = _SWITCH.get(endpoint.system)
+    if switch is None or tls == any(_WANTS_TLS.fullmatch(v) for v in endpoint.options.values()):
+        return None
+    condition = "ANOTHER_SERVER.TLS_ALONE" if tls else "ANOTHER_SERVER.NO_TLS"
+    return Refused(condition, place=place, expected=expected, switch=switch)

@@ -1,4 +1,4 @@
-"""Asks the server (server.py) for a forked process, and stands for it until it ends.
+"""Asks the server (`__init__.py`) for a forked process, and stands for it until it ends.
 
 Run as `python -I -S launch.py PYTHON -m MODULE ...`. Imports only what is built in: it must start in milliseconds.
 If there is no server, or it does not answer, this process becomes the ordinary interpreter PYTHON.

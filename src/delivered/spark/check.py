@@ -23,22 +23,12 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, Unreachable, UsageError, texts
 from delivered.model.options import find_option
 from delivered.model.work import Arbiter, DriverAddress, Owner
-from delivered.pipeline.columns import check_analysed
 from delivered.pipeline.definition import Definition
-from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
+from delivered.pipeline.facts import ASYNC_CONF, SessionFacts, check_analysed
 from delivered.pipeline.spec import Sender
 from delivered.pipeline.sql import invalid_sql
-from delivered.spark.compat import LOCAL_SOCKETS, unfit_version
-from delivered.spark.internals import (
-    Setting,
-    from_arrow,
-    hadoop_settings,
-    is_connect,
-    is_deterministic,
-    jvm_of,
-    sql_error,
-    to_arrow,
-)
+from delivered.spark import internals
+from delivered.spark.internals import Setting, is_connect
 from delivered.spark.rows import apply_transform, own_views, projected
 
 log = logging.getLogger(__name__)
@@ -55,7 +45,7 @@ OUR_DAEMON = "delivered.spark.daemon"
 def sender_of(spark: SparkSession) -> Sender:
     """This driver, for a batch that is planned and committed here. Spark passes `foreachBatch` a clone of the session
     that was registered."""
-    jvm = jvm_of(spark)
+    jvm = internals.jvm_of(spark)
     process = jvm.pid if jvm is not None else 0
     owner = owners.get(spark) or next((o for o in reversed(list(owners.values())) if o.process == process), None)
     if owner is None:
@@ -75,13 +65,13 @@ def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
     return SessionFacts(
         str(spark.conf.get("spark.master", "local")),
         str(spark.conf.get(ASYNC_CONF, "false")).lower() == "true",
-        jvm_of(spark),
+        internals.jvm_of(spark),
         partial(_findings, pipeline, spark),
     )
 
 
 def _findings(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
-    error = unfit_version(pipeline, spark.version)
+    error = internals.unfit_version(pipeline, spark.version)
     return (
         *(() if error is None else (Finding.refusal(error),)),
         *check_analysed(pipeline, partial(_results, pipeline, spark)),
@@ -96,7 +86,7 @@ def advice(setting: Callable[[str], str | None]) -> dict[str, str]:
         setting: the session's value of a key, None if unset.
     """
     codes = []
-    if LOCAL_SOCKETS and os.name == "posix" and str(setting(Setting.LOCAL_SOCKETS)).lower() != "true":
+    if internals.LOCAL_SOCKETS and os.name == "posix" and str(setting(Setting.LOCAL_SOCKETS)).lower() != "true":
         codes.append("WORKERS_OVER_TCP")  # decision 043: 200 tasks take 4.3 s instead of 6.7 s
     if os.name == "posix" and not setting(Setting.DAEMON):
         codes.append("WORKERS_IMPORT")  # decision 064
@@ -111,16 +101,16 @@ def _results(
     Raises:
         UsageError: the SQL, or a sink's select, does not fit the columns.
     """
-    read = {n: spark.createDataFrame([], from_arrow(s)) for n, s in sources.items()}
+    read = {n: spark.createDataFrame([], internals.from_arrow(s)) for n, s in sources.items()}
     try:
         with own_views(pipeline.transform, spark, read):
             frame = apply_transform(pipeline.transform, spark, dict.fromkeys(sources))(read)
             # Spark Connect analyses here, not before: the views must still be there.
             frames = [projected(frame, s.projection) for s in pipeline.sinks]
-            schemas = [to_arrow(f.schema) for f in frames]
-            return schemas, is_deterministic(frame)
+            schemas = [internals.to_arrow(f.schema) for f in frames]
+            return schemas, internals.is_deterministic(frame)
     except (AnalysisException, ParseException) as error:
-        problem = sql_error(error)
+        problem = internals.sql_error(error)
         raise invalid_sql(
             pipeline.transform.sql, sources, problem.text, place=problem.place, suggested=problem.suggested
         ) from None
@@ -135,7 +125,7 @@ def checkpoint_store(spark: SparkSession, location: str) -> Store:
     """
     if is_connect(spark) and is_relative(location):
         raise Refused("CHECKPOINT_RELATIVE.CONNECT", location=location, absolute=str(Path(location).absolute()))
-    store = store_of(location, hadoop_settings(spark, location))
+    store = store_of(location, internals.hadoop_settings(spark, location))
     remember(location, store)
     return store
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
-from delivered.spark.compat import PYTHON_SOURCES
-from delivered.spark.internals import TASK_MODULE, run_daemon
+from delivered.spark.internals import PYTHON_SOURCES, TASK_MODULE, run_daemon
 
 _IMPORTED = (
     *(TASK_MODULE, "pyarrow.compute", "delivered.spark.writers"),

@@ -34,8 +34,7 @@ from delivered.pipeline.spec import PipelineSpec, SinkSpec
 from delivered.spark.check import checkpoint_store, sender_of
 from delivered.spark.internals import is_connect, query_checkpoint, to_arrow
 from delivered.spark.settings import unadapted
-from delivered.spark.task import arm_driver
-from delivered.spark.writers import ForeachTask
+from delivered.spark.writers import ForeachTask, arm_driver
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

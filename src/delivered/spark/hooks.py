@@ -42,8 +42,7 @@ from delivered.pipeline.start import read_to_its_end
 from delivered.source import spark_metrics
 from delivered.spark import internals
 from delivered.spark.check import check_executors, checkpoint_store
-from delivered.spark.compat import ADMITS, PYTHON_SOURCES, READS_ONCE, stop_when_read
-from delivered.spark.internals import FORMAT_NOT_FOUND, PYTHON_STREAM, StreamWrite, make_active, session_of
+from delivered.spark.internals import StreamWrite, session_of
 from delivered.spark.settings import same_shards, unadapted, unadapted_stream
 
 if TYPE_CHECKING:
@@ -123,15 +122,15 @@ def _registering(original: Callable[..., Any], register: Callable[..., None]) ->
         try:
             return original(self, *args, **kwargs)
         except Exception as error:
-            missing = FORMAT_NOT_FOUND.search(str(error))
+            missing = internals.FORMAT_NOT_FOUND.search(str(error))
             if missing is None:
                 raise
             connector(missing.group(1))  # raises if there is no such format
             spark = session_of(self)
-            if not PYTHON_SOURCES:
+            if not internals.PYTHON_SOURCES:
                 raise Refused("SPARK_VERSION.FORMATS", version=spark.version) from None
             register(spark, None)
-            make_active(spark)
+            internals.make_active(spark)
         return original(self, *args, **kwargs)
 
     return call
@@ -195,7 +194,7 @@ def _explained(original: Callable[..., None]) -> Callable[..., None]:
     def explain(self: Any, *args: Any, **kwargs: Any) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             original(self, *args, **kwargs)
-        once = READS_ONCE and f"BatchScan {PREFIX}" in printed.getvalue()
+        once = internals.READS_ONCE and f"BatchScan {PREFIX}" in printed.getvalue()
         sys.stdout.write(printed.getvalue() + (_PLANNED_ONCE if once else ""))
 
     return explain
@@ -220,7 +219,8 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         if queryName is not None:
             self.queryName(queryName)
         spark, write = session_of(self), _write(self)
-        if write is not None and _is_idiom(write):
+        # A `Pipeline`, which sets OPTION, has done these checks already.
+        if write is not None and write.format.lower().startswith(PREFIX) and find_option(write.options, OPTION) is None:
             if not internals.is_connect(spark):  # whose client may not reach the brokers
                 check_sources(internals.stream_sources(self))
             checkpoint = find_option(write.options, CHECKPOINT)
@@ -235,7 +235,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         with _same_shards(spark, write):
             query = original(self, path, partitionBy=partitionBy)
         if ends:
-            stop_when_read(query)
+            internals.stop_when_read(query)
         if names := _sources(self):
             _descriptions[str(query.runId)] = names
             while len(_descriptions) > _DESCRIPTIONS_MAX:
@@ -264,11 +264,6 @@ def _sources(writer: Any) -> tuple[str, ...]:
     except Exception as error:
         log.debug("cannot read the sources of a query: %s", error)
         return ()
-
-
-def _is_idiom(write: StreamWrite) -> bool:
-    """Whether it uses one of our formats directly: `Pipeline` has done these checks already."""
-    return write.format.lower().startswith(PREFIX) and find_option(write.options, OPTION) is None
 
 
 def _same_shards(spark: Any, write: StreamWrite | None) -> contextlib.AbstractContextManager[None]:
@@ -309,7 +304,7 @@ def _read_to_its_end(writer: Any, write: StreamWrite) -> bool:
     Raises:
         Refused: there are several sources.
     """
-    if ADMITS or not write.available_now:
+    if internals.ADMITS or not write.available_now:
         return False
     checkpoint = find_option(write.options, CHECKPOINT)
     reading = read_to_its_end(internals.stream_sources(writer), checkpoint, session_of(writer).version)
@@ -348,7 +343,7 @@ def _with_lag(original: Callable[..., None]) -> Callable[..., None]:
         names = _descriptions.get(str(self["runId"]), ())
         sources = self["sources"]
         for number, source in enumerate(sources):
-            if source["description"].startswith(PYTHON_STREAM):
+            if source["description"].startswith(internals.PYTHON_STREAM):
                 source["metrics"] = {**spark_metrics(source["endOffset"], source["latestOffset"]), **source["metrics"]}
                 if len(names) == len(sources):
                     source["description"] = names[number]

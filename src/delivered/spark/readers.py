@@ -16,14 +16,14 @@ from delivered.engine.transform import encode, pack_rejected, pack_slice, source
 from delivered.model.limits import LANDMARK_EVERY_S, LANDMARK_IDLE_EVERY_S
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
-from delivered.spark.compat import (
+from delivered.spark.internals import (
     ReadAllAvailable,
     ReadLimit,
     ReadMaxRows,
     SupportsTriggerAvailableNow,
     asked_without_start,
 )
-from delivered.spark.task import arm, running_batch, running_task
+from delivered.spark.writers import arm, running_batch, running_task
 
 if TYPE_CHECKING:
     import pyarrow as pa

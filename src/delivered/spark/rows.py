@@ -28,11 +28,10 @@ from delivered.model.dedup import Dedup
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope
 from delivered.model.ranges import backquoted
-from delivered.pipeline.dedup import ALONE, TIME, alone_sql, helper_columns, key_columns, key_sql, seen_sql
 from delivered.pipeline.endpoint import Projection, plan_routes
-from delivered.pipeline.transform import Transform
+from delivered.pipeline.transform import TIME, Transform, alone_sql, helper_columns, key_columns, key_sql, seen_sql
 from delivered.spark.internals import from_arrow, pickle_by_value, to_arrow
-from delivered.spark.task import DedupTask
+from delivered.spark.writers import DedupTask
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -191,7 +190,7 @@ def with_keys(frame: DataFrame, dedup: Dedup) -> DataFrame:
     """
     try:
         keyed = _with(frame, key_sql(dedup))
-        keyed = _with(keyed, {ALONE: alone_sql(dedup, frame.columns)})
+        keyed = _with(keyed, alone_sql(dedup, frame.columns))
         types: Mapping[str, str] = dict(keyed.dtypes)  # Spark Connect analyses the frame only here
     except (AnalysisException, ParseException) as error:
         raise UsageError(

@@ -1,4 +1,5 @@
-"""Sessions: registering the formats in one, and creating one that starts fast on this machine.
+"""Sessions: registering the formats in one, creating one that starts fast on this machine, and ending one whose
+standalone cluster has forgotten it.
 
 An owner's id identifies the driver, and must reach each of its processes: those that plan and commit streams, and those
 that write for df.write and INSERT INTO. PySpark passes only options to a data source, and INSERT INTO has none to add
@@ -16,6 +17,8 @@ import hashlib
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -30,11 +33,10 @@ from delivered.model.errors import DeliveredError, Refused
 from delivered.model.step import LOG_FORMAT, as_json
 from delivered.pipeline.registry import names
 from delivered.prefork import socket_folder, start_server, worker_python
+from delivered.spark import internals
 from delivered.spark.check import OUR_DAEMON, advice, check_session, owners, sender_of
-from delivered.spark.compat import LOCAL_SOCKETS, PYTHON_SOURCES
 from delivered.spark.hooks import install
-from delivered.spark.internals import TASK_MODULE, WORKER_MODULES, Setting, active, jvm_of, make_active
-from delivered.spark.recorder import watch
+from delivered.spark.internals import Setting
 
 _CONF = {
     "spark.ui.enabled": "false",
@@ -47,7 +49,8 @@ _CONF = {
 
 JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _PREFORKED = (
-    *((*WORKER_MODULES, "delivered.spark.formats", "delivered.spark.readers") if PYTHON_SOURCES else (TASK_MODULE,)),
+    *(internals.WORKER_MODULES if internals.PYTHON_SOURCES else (internals.TASK_MODULE,)),
+    *(("delivered.spark.formats", "delivered.spark.readers") if internals.PYTHON_SOURCES else ()),
     "pyarrow.compute",
     "delivered.spark.writers",
     "delivered.checkpoint.history",
@@ -80,7 +83,7 @@ def register(spark: SparkSession) -> None:
         Refused: this Spark has no formats in Python.
     """
     check_session(spark)
-    if not PYTHON_SOURCES:
+    if not internals.PYTHON_SOURCES:
         raise Refused("SPARK_VERSION.FORMATS", version=spark.version)
     prepare(spark)
 
@@ -93,19 +96,19 @@ def prepare(spark: SparkSession) -> None:
     _register(spark, None)
     watch(spark)
     install(spark, _register)
-    make_active(spark)
+    internals.make_active(spark)
 
 
 def _register(spark: SparkSession, parent: SparkSession | None) -> None:
     """Args: parent: a session of the same driver."""
     owners.pop(spark, None)  # it becomes the newest
-    owners[spark] = (owners.get(parent) if parent is not None else None) or new_owner(jvm_of(spark))
+    owners[spark] = (owners.get(parent) if parent is not None else None) or new_owner(internals.jvm_of(spark))
     sender = sender_of(spark)
-    if not PYTHON_SOURCES:
+    if not internals.PYTHON_SOURCES:
         return
     from delivered.spark.formats import DeliveredDataSource
 
-    with active(spark):  # where Spark checks for existing formats
+    with internals.active(spark):  # where Spark checks for existing formats
         for name in names():
             attributes: dict[str, Any] = {"system": name, "sender": sender}
             # Not importable by name, so that Spark pickles the class by value, id included.
@@ -149,7 +152,7 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
         settings = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1", **settings}
         python, folder = os.environ["PYSPARK_PYTHON"], socket_folder()
         if folder is not None and python == worker_python() != sys.executable:
-            start_server(folder, TASK_MODULE, _PREFORKED)
+            start_server(folder, internals.TASK_MODULE, _PREFORKED)
         settings = {**local_sockets(folder), **forked_workers(python), **with_archive(settings)}
     if as_json():
         settings = {f"spark.executorEnv.{LOG_FORMAT}": "json", **settings}
@@ -182,7 +185,7 @@ def with_archive(conf: Mapping[str, str]) -> dict[str, str]:
 def local_sockets(folder: str | None) -> dict[str, str]:
     """Local sockets between JVM and workers on this machine: over TCP every Python task waits about 40 ms for a delayed
     acknowledgement."""
-    if folder is None or not LOCAL_SOCKETS:
+    if folder is None or not internals.LOCAL_SOCKETS:
         return {}
     return {Setting.LOCAL_SOCKETS: "true", Setting.LOCAL_SOCKET_FOLDER: folder}
 
@@ -194,3 +197,68 @@ def forked_workers(python: str) -> dict[str, str]:
         python: of the workers. Another one than this may lack the package, which tasks of other formats do not need.
     """
     return {Setting.DAEMON: OUR_DAEMON} if os.name == "posix" and python in (sys.executable, worker_python()) else {}
+
+
+# The executors of a standalone cluster.
+#
+# A master that starts anew without recovery (`spark.deploy.recoveryMode`) knows no application. It has their executors
+# killed and tells their drivers nothing, so that their jobs wait for executors for ever: Spark stops an application
+# only when a master says that it removed it (StandaloneAppClient).
+
+LOST_S = 120.0
+"""A master that knows the application replaces its executors within seconds, and workers start again within these."""
+_LOOK_S = 5.0
+
+_watched: set[str] = set()
+_ended: list[DeliveredError] = []
+
+
+def watch(spark: SparkSession) -> None:
+    """Watch a session's executors from a thread, if its cluster may forget it."""
+    _ended.clear()  # it was another session's
+    if internals.is_connect(spark) or not str(spark.sparkContext.master).startswith("spark://"):
+        return
+    application = str(spark.sparkContext.applicationId)
+    if application not in _watched:
+        _watched.add(application)
+        threading.Thread(target=_look, args=(spark,), daemon=True, name="delivered-executors").start()
+
+
+def why_ended() -> DeliveredError | None:
+    """Why this process's session was ended here; None: it was not."""
+    return _ended[-1] if _ended else None
+
+
+class Loss:
+    """How long a job has waited for executors, of an application that had some. One that waits for its first ones
+    waits, and one without jobs needs none: dynamic allocation gives them back."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._had = False
+
+    def is_final(self, count: int, jobs: int, now: float) -> bool:
+        """
+        Args:
+            count: of executors.
+            jobs: that run or wait.
+            now: in seconds.
+        """
+        self._had |= count > 0
+        if count > 0 or not jobs or not self._had:
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since
+        return now - self._since >= LOST_S
+
+
+def _look(spark: SparkSession) -> None:
+    loss, jobs = Loss(), spark.sparkContext.statusTracker()
+    try:
+        while not loss.is_final(internals.executors(spark), len(jobs.getActiveJobsIds()), time.monotonic()):
+            time.sleep(_LOOK_S)
+    except Exception:  # the session was stopped, or its JVM has ended
+        return
+    _ended.append(DeliveredError("EXECUTORS_LOST", master=spark.sparkContext.master, seconds=f"{LOST_S:.0f}"))
+    log.error("%s", _ended[-1])
+    internals.stop_context(spark)

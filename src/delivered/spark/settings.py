@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from pyspark.sql import SparkSession
@@ -89,15 +89,11 @@ def unadapted_stream(spark: SparkSession) -> AbstractContextManager[None]:
     return with_setting(spark, Setting.ADAPTIVE_STREAMS, "false")
 
 
-@contextmanager
-def batches_fit_for(spark: SparkSession, *schemas: StructType) -> Iterator[None]:
+def batches_fit_for(spark: SparkSession, *schemas: StructType) -> AbstractContextManager[None]:
     """Send rows of these schemas to Python in batches whose size suits their columns, while the context is open.
 
     Spark measures the batch at every row (4.3.0, `ArrowWriter.sizeInBytes`). For a list or a struct, such as Kafka's
     headers, that walks all rows again: measured 180 us per record with batches of 32,768, and 3 us with these.
     """
-    if any(isinstance(f.dataType, ArrayType | MapType | StructType) for schema in schemas for f in schema):
-        with with_setting(spark, Setting.ARROW_BATCH_ROWS, str(_NESTED_ROWS_MAX)):
-            yield
-    else:
-        yield
+    nested = any(isinstance(f.dataType, ArrayType | MapType | StructType) for schema in schemas for f in schema)
+    return with_setting(spark, Setting.ARROW_BATCH_ROWS, str(_NESTED_ROWS_MAX)) if nested else nullcontext()

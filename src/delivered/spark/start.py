@@ -1,4 +1,4 @@
-"""Starts a pipeline as a query, and stops it between two batches.
+"""Starts a pipeline as a query, records when it starts and ends, and stops it between two batches.
 
 `query.stop()` kills the running batch. So the source is drained first: a file, named in its envelope, makes it offer no
 new records. No batch starts after that, the running one completes, and the query is stopped while idle. The file is on
@@ -7,6 +7,10 @@ the driver's machine, where the source plans its batches.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import signal
+import subprocess
 import threading
 import time
 import uuid
@@ -19,7 +23,8 @@ from typing import TYPE_CHECKING
 from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
-from delivered.checkpoint.folder import recall
+from delivered.checkpoint.folder import read_logged, recall
+from delivered.checkpoint.history import SAMPLE_EVERY_S, Run, States, keep_run
 from delivered.contract.source import COORDINATES, Source
 from delivered.engine.sinks import Columns
 from delivered.engine.transform import Direct
@@ -27,25 +32,16 @@ from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.identity import SOURCE
 from delivered.model.rows import OnBadRow
-from delivered.model.translate import translated
+from delivered.model.translate import cause_of, translated
 from delivered.pipeline.definition import AVAILABLE_NOW, Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, Drain, Envelope, PipelineSpec, Reading
 from delivered.pipeline.start import for_start, record_query, record_sources, unfit_for_unfinished
+from delivered.spark import internals
 from delivered.spark.check import check_executors, checkpoint_store, sender_of
-from delivered.spark.compat import ADMITS, PYTHON_SOURCES, start_available_now, unfit_version
 from delivered.spark.foreach import save_batch
-from delivered.spark.internals import (
-    IDLE,
-    OUTPUT_MODE_REFUSED,
-    SOURCE_READ_TWICE,
-    Setting,
-    dumps,
-    make_active,
-    named_sources,
-)
-from delivered.spark.recorder import Jvm, record
+from delivered.spark.internals import Setting
 from delivered.spark.rows import (
     Failing,
     apply_transform,
@@ -56,7 +52,7 @@ from delivered.spark.rows import (
     without_repeats,
     without_seen_repeats,
 )
-from delivered.spark.session import is_registered, prepare, session
+from delivered.spark.session import is_registered, prepare, session, why_ended
 from delivered.spark.settings import AUDITED, batches_fit_for, same_shards, with_setting
 
 if TYPE_CHECKING:
@@ -128,9 +124,9 @@ def start(pipeline: Definition, chosen: SparkSession | None) -> StreamingQuery:
 def _refusal(error: Exception, pipeline: Definition) -> UsageError | None:
     """What Spark refuses, in terms of the pipeline."""
     text = str(error)
-    if (twice := SOURCE_READ_TWICE.search(text)) is not None:
+    if (twice := internals.SOURCE_READ_TWICE.search(text)) is not None:
         return UsageError("SOURCE_TWICE", source=twice[1])
-    if (refused := OUTPUT_MODE_REFUSED.search(text)) is not None:
+    if (refused := internals.OUTPUT_MODE_REFUSED.search(text)) is not None:
         return UsageError(_REFUSED_MODES[pipeline.output_mode], reason=refused[1])
     if isinstance(error, AnalysisException):
         return unfit_for_unfinished(pipeline, text.partition(" SQLSTATE")[0].partition("\n")[0].rstrip("."))
@@ -142,7 +138,7 @@ def ready(pipeline: Definition, chosen: SparkSession | None) -> SparkSession:
     spark = chosen or SparkSession.getActiveSession() or new_session(pipeline)
     if not is_registered(spark):
         prepare(spark)
-    make_active(spark)
+    internals.make_active(spark)
     checkpoint_store(spark, pipeline.checkpoint)
     return spark
 
@@ -168,7 +164,7 @@ def stop_between_batches(query: StreamingQuery, timeout_s: float, waiting: Calla
     try:
         deadline = time.monotonic() + timeout_s
         while query.isActive and not idle and time.monotonic() < deadline:
-            idle = query.status["message"] in IDLE
+            idle = query.status["message"] in internals.IDLE
             if waiting is not None:
                 waiting()
             time.sleep(_POLL_S)
@@ -182,7 +178,7 @@ def stop_between_batches(query: StreamingQuery, timeout_s: float, waiting: Calla
 
 def _query(pipeline: Definition, spark: SparkSession, drain: Drain) -> StreamingQuery:
     named = tuple(pipeline.sources) != (SOURCE,)
-    refused = unfit_version(pipeline, spark.version)
+    refused = internals.unfit_version(pipeline, spark.version)
     if refused is not None:
         raise refused
     with _one_start, ExitStack() as held:  # a query keeps the configuration that it started with
@@ -203,7 +199,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streami
     own = [s for s in sources.values() if s is not None]
     rejects = spec.on_bad_row is not OnBadRow.FAIL
     if pipeline.is_direct:
-        spec = replace(spec, direct=dumps(Direct(own[0], arrow_transform(pipeline.transform), rejects)))
+        spec = replace(spec, direct=internals.dumps(Direct(own[0], arrow_transform(pipeline.transform), rejects)))
     else:
         spec = replace(spec, rejects=rejects and any(s.capability().decodes for s in own))
     ends = pipeline.trigger == AVAILABLE_NOW and len(own) == len(sources)
@@ -214,13 +210,13 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streami
             drain=drain,
             until=pipeline.until.get(name),
             raw=pipeline.transform.isolates,
-            ends=ends and not ADMITS,
+            ends=ends and not internals.ADMITS,
         )
         read[name] = _read(spark, reading, endpoint).load()
     frame, spec = _rows(pipeline, spark, read, sources, spec)
     more = {k: v for e in pipeline.all_sinks for k, v in e.spark_options.items()}
     writer = frame.writeStream.options(**more).option("checkpointLocation", pipeline.checkpoint)
-    if pipeline.output_mode == "append" and PYTHON_SOURCES:
+    if pipeline.output_mode == "append" and internals.PYTHON_SOURCES:
         writer = writer.format(PREFIX + spec.sinks[0].system).option(OPTION, spec.to_option())
     else:
         by_key = replace(spec, one_of_each=pipeline.output_mode == "update", sender=sender_of(spark))
@@ -229,7 +225,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> Streami
     with batches_fit_for(spark, frame.schema):
         writer = writer.queryName(pipeline.name)
         if pipeline.trigger == AVAILABLE_NOW:
-            query = start_available_now(writer, ends=ends)
+            query = internals.start_available_now(writer, ends=ends)
         else:
             query = writer.trigger(**pipeline.trigger.for_spark()).start()
     if pipeline.lineage:
@@ -278,7 +274,7 @@ def _check_read(frame: DataFrame, sources: Mapping[str, Source | None]) -> None:
     """Spark forgets a named source that a query does not read: its offsets leave the log with the first batch."""
     if tuple(sources) == (SOURCE,):
         return
-    read = named_sources(frame)
+    read = internals.named_sources(frame)
     unread = [n for n in sources if read is not None and n not in read]
     if unread:
         raise UsageError("TRANSFORM_SOURCES.UNREAD", source=unread[0])
@@ -291,3 +287,82 @@ def _once(spark: SparkSession, frame: DataFrame, dedup: Dedup, spec: PipelineSpe
     sinks = spec.open()
     shards = int(str(spark.conf.get(Setting.SHUFFLE_PARTITIONS)))
     return without_seen_repeats(frame, dedup, sinks.decider.sink, spec.scope(sinks), shards)
+
+
+# When queries of this process start and end, and why, kept in their checkpoint; meanwhile, how much state they have.
+
+_STATE_EVERY_S = int(SAMPLE_EVERY_S)
+_EXIT_S = 1.0
+_AT_EXIT_S = 3.0
+
+
+class Jvm:
+    """Spark's JVM, if this process started it, and why it ended."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._process = None if internals.is_connect(spark) else internals.started_jvm(spark)
+        self._memory = spark.conf.get("spark.driver.memory", "1g")
+        if self._process is not None:
+            internals.hide_lost_accumulators(spark)
+
+    def death(self) -> DeliveredError | None:
+        """The error to report, a moment after its connections broke; None: it runs, or another process started it."""
+        if self._process is None:
+            return None
+        try:
+            status = self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            return None
+        return DeliveredError("SPARK_ENDED", how=_how(status), memory=self._memory)
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"exit code {status}"
+    name = signal.Signals(-status).name
+    return f"killed by {name}" + (", as by the system when memory runs out" if -status == signal.SIGKILL else "")
+
+
+_threads: dict[threading.Thread, StreamingQuery] = {}
+
+
+def record(location: str, query: StreamingQuery, jvm: Jvm) -> None:
+    """Keep the start of a query, and its end once it has ended.
+
+    Args:
+        location: of its checkpoint.
+    """
+    run = Run.new(str(query.runId))
+    keep_run(location, run)
+
+    def wait() -> None:
+        error, states = None, States(location)
+        try:
+            while not query.awaitTermination(_STATE_EVERY_S):
+                with contextlib.suppress(Exception):  # whether the query has ended is asked above
+                    states.keep(query.lastProgress)
+        except Exception as failure:
+            error = translated(failure) or why_ended() or jvm.death()
+            error = error or DeliveredError("QUERY_FAILED.RAN", cause=cause_of(failure))
+        batch = None
+        with contextlib.suppress(DeliveredError):
+            _, batch = read_logged(location)
+        keep_run(location, run.ended(batch, error))
+        _threads.pop(threading.current_thread(), None)
+
+    if not _threads:
+        atexit.register(recorded)
+    thread = threading.Thread(target=wait, daemon=True, name=f"delivered-run-{query.runId}")
+    _threads[thread] = query
+    thread.start()
+
+
+def recorded() -> None:
+    """Wait a moment for the ends of queries that have ended."""
+    deadline = time.monotonic() + _AT_EXIT_S
+    for thread, query in [*_threads.items()]:
+        active = False
+        with contextlib.suppress(Exception):  # its JVM may have ended
+            active = query.isActive
+        if not active:
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,15 +1,20 @@
-"""Delivered sinks as Spark writers, for streams and df.write, and tasks of `foreachBatch`: where Spark's calls meet the
-engine."""
+"""Where Spark's calls meet the engine: sinks as writers, for streams and df.write; tasks of `foreachBatch` and dedup;
+and the set-up of a process that works for a query: crash points, warnings, the running task and its batch."""
 
 from __future__ import annotations
 
+import gc
+import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from pyspark import TaskContext
 
 from delivered.engine.shard import may_send, write_shard
 from delivered.engine.sinks import Sinks
@@ -17,11 +22,13 @@ from delivered.engine.transform import MESSAGE, decode, pack_message
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.patience import in_query
 from delivered.model.rows import Rows
+from delivered.model.step import show_warnings, work_for
 from delivered.model.work import BatchPlan, ShardMessage, Tolerance
-from delivered.spark.compat import ArrowWriter, StreamArrowWriter, WriterCommitMessage
-from delivered.spark.task import arm, running_batch, running_task
+from delivered.spark.internals import BATCH_ID, QUERY_ID, ArrowWriter, StreamArrowWriter, WriterCommitMessage
 
 if TYPE_CHECKING:
+    from delivered.contract.sink import Sink
+    from delivered.model.identity import Scope
     from delivered.pipeline.batches import Batches
     from delivered.pipeline.spec import PipelineSpec
 
@@ -139,6 +146,25 @@ class ForeachTask:
         yield pa.record_batch([pa.array([pack_message(message)], pa.binary())], names=[MESSAGE])
 
 
+@dataclass(frozen=True)
+class DedupTask:
+    """Drops duplicates in a task, by a key table. Picklable; holds no connection."""
+
+    sink: Sink
+    scope: Scope
+    within_us: int
+
+    def __call__(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from delivered.engine.keys import drop_seen  # other tasks do not load it
+
+        arm(self.scope.pipeline)
+        query, batch = running_batch(running_task())
+        if batch is None or query is None:
+            raise InvariantBroken("NO_TASK.DEDUP")
+        with closing(self.sink.key_memory(replace(self.scope, incarnation=query))) as memory:
+            yield from drop_seen(memory, int(batch), self.within_us, rows)
+
+
 class BatchWriter(Recovering, ArrowWriter):
     """A run is the only batch of an incarnation that its run id identifies."""
 
@@ -184,3 +210,63 @@ def check_running(plan: BatchPlan, *, outside: bool = False) -> None:
 
 def messages_of(messages: Sequence[WriterCommitMessage | None]) -> list[ShardMessage | None]:
     return [m.message if isinstance(m, ShardCommit) else None for m in messages]
+
+
+# Set-up of a process.
+
+_armed = False
+_modules_frozen = 0
+"""How many modules were imported when the collector was last exempted from them."""
+
+
+def arm(pipeline: str | None = None) -> None:
+    """Install the handler of `delivered.crash` if the environment names a crash point. Cheap otherwise.
+
+    Args:
+        pipeline: that this process works for now.
+    """
+    task = TaskContext.get()
+    if task is None:
+        work_for(pipeline)
+    else:
+        batch = running_batch(task)[1]
+        work_for(pipeline, batch=int(batch) if batch is not None else None, shard=task.partitionId())
+    _spare_the_collector()
+    arm_driver()
+
+
+def arm_driver() -> None:
+    """The part of `arm` for the user's own process, whose memory and whose current work are the user's."""
+    global _armed
+    show_warnings()
+    if _armed or not os.environ.get("DELIVERED_CRASH"):
+        return
+    from delivered.crash import install_from_environment  # loaded only if needed
+
+    install_from_environment()
+    _armed = True
+
+
+def running_task() -> TaskContext:
+    """Raises InvariantBroken: no task runs here."""
+    task = TaskContext.get()
+    if task is None:
+        raise InvariantBroken("NO_TASK.ROWS")
+    return task
+
+
+def running_batch(task: TaskContext) -> tuple[str | None, str | None]:
+    """Query and batch of a task; None outside a stream."""
+    return task.getLocalProperty(QUERY_ID), task.getLocalProperty(BATCH_ID)
+
+
+def _spare_the_collector() -> None:
+    """Exempt what is imported from garbage collection: PySpark's daemon runs a full collection after every task.
+
+    Again whenever modules were imported since: the first task imports as much as all that Spark itself needs. Not by
+    gc.get_freeze_count, which walks all that is frozen.
+    """
+    global _modules_frozen
+    if len(sys.modules) != _modules_frozen:
+        _modules_frozen = len(sys.modules)
+        gc.freeze()

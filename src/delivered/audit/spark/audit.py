@@ -48,8 +48,7 @@ from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.progress import plain_report
 from delivered.pipeline.start import sink_as_started
 from delivered.source import lag
-from delivered.spark.compat import PYTHON_SOURCES
-from delivered.spark.internals import IDLE, from_arrow, is_connect
+from delivered.spark.internals import IDLE, PYTHON_SOURCES, from_arrow, is_connect
 from delivered.spark.rows import Failing, apply_transform, own_views, projected
 from delivered.spark.settings import AUDIT_POOL, batches_fit_for
 from delivered.spark.start import ready

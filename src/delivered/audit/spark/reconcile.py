@@ -29,8 +29,7 @@ from delivered.audit.judge import Result
 from delivered.audit.spark.slices import Mapper, SliceRows
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
 from delivered.model.ranges import fitted
-from delivered.spark.compat import VALID_TEXT
-from delivered.spark.internals import from_arrow, to_arrow
+from delivered.spark.internals import VALID_TEXT, from_arrow, to_arrow
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, Row

@@ -25,14 +25,16 @@ from delivered.checkpoint.folder import batch_metadata, open_folder
 from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.errors import InvariantBroken
-from delivered.spark.compat import (
+from delivered.spark.internals import (
     ReadAllAvailable,
     ReadLimit,
+    Setting,
     SupportsTriggerAvailableNow,
+    active,
     asked_without_start,
+    from_arrow,
     start_available_now,
 )
-from delivered.spark.internals import Setting, active, from_arrow
 from delivered.spark.settings import with_setting
 
 if TYPE_CHECKING:

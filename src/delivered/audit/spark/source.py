@@ -62,7 +62,7 @@ from delivered.model.capability import WriteMode
 from delivered.model.dedup import Dedup
 from delivered.model.identity import Scope
 from delivered.model.ranges import backquoted
-from delivered.pipeline.dedup import TIME, key_columns
+from delivered.pipeline.transform import TIME, key_columns
 from delivered.spark.internals import from_arrow, physical_plan
 from delivered.spark.rows import with_keys
 

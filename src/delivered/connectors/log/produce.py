@@ -34,7 +34,7 @@ from delivered.model.fingerprint import record_hashes
 from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
 from delivered.model.options import check_argument
 from delivered.model.work import LOG_FORMAT, LOG_PROPERTY, Failed, Ok, Outcome, Unknown
-from delivered.receiver.window import Window
+from delivered.receiver import Window
 from delivered.source import HEADER, HEADERS, id_bytes, id_text
 
 PARTITIONS_MAX = 1_000
