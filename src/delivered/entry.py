@@ -5,18 +5,25 @@ Imports pyspark only where it is called: pipelines can be declared, and planned 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from delivered import html
+from delivered.checkpoint.folder import is_done, read_logged
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.rows import OnBadRow
 from delivered.model.schedule import SHARE, Cadence, Load, Schedule
-from delivered.pipeline.definition import Definition
+from delivered.model.translate import translated
+from delivered.pipeline.definition import Definition, changes
 from delivered.pipeline.facts import gather
+from delivered.pipeline.progress import Progress, Reports, watch
 from delivered.planner import Plan, Refusal, make_plan
 
 if TYPE_CHECKING:
@@ -37,6 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_EVERY_S = 1.0
+"""Between two looks at a query that a notebook's cell shows."""
 RESTART_STOP_S = 120.0
 """How long a restart lets the former query's batch run on."""
 
@@ -173,7 +182,6 @@ class Pipeline(Definition):
             UsageError: a query on this checkpoint runs, and `restart` is False. Others, and Unreachable, as `plan`.
         """
         from delivered.checkpoint.history import keeping_failed_start
-        from delivered.operate.notebook import allowed, follow, is_notebook, refused
         from delivered.spark.internals import recent_reports
         from delivered.spark.start import running, start, stop_between_batches
 
@@ -184,16 +192,16 @@ class Pipeline(Definition):
             raise UsageError("QUERY_RUNS", checkpoint=self.checkpoint)
         for one in former if stop_former else ():
             between = stop_between_batches(one.query, RESTART_STOP_S)
-            notes += allowed(one.pipeline, self, between)
+            notes += _allowed(one.pipeline, self, between)
         with keeping_failed_start(self.checkpoint):
             plan = self.plan(spark, takeover=takeover)
             if isinstance(plan, Refusal):
                 if notebook:
-                    refused(plan, notes)
+                    _show_refusal(plan, notes)
                 raise plan.error
             query = start(self, spark)
         if notebook:
-            follow(self, plan, query, recent_reports, [*notes, *plan.warnings])
+            _show(self, plan, query, recent_reports, [*notes, *plan.warnings])
         for note in notes:
             log.info("%s: %s", self.name, note)
         return query
@@ -459,3 +467,103 @@ class Pipeline(Definition):
         from delivered.audit.spark.audit import recheck_sink
 
         return recheck_sink(self, spark, sink, seals, wanted, say)
+
+
+# What a notebook's cell shows of a query that it started: its progress until it ends. Elsewhere, nothing.
+
+
+def is_notebook() -> bool:
+    """Whether this process is a notebook's kernel. Imports nothing."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+@dataclass(frozen=True)
+class CellView:
+    """What the cell shows at one moment."""
+
+    head: str
+    state: str
+    progress: Progress | None = None
+    notes: Sequence[str] = ()
+    failure: DeliveredError | None = None
+
+    def __repr__(self) -> str:
+        figures = f"  {self.progress.text}" if self.progress is not None else ""
+        lines = [f"{self.head}: {self.state}{figures}", *(f"  {note}" for note in self.notes)]
+        return "\n".join(lines + [f"  {self.failure}"] * (self.failure is not None))
+
+    def _repr_html_(self) -> str:
+        css = "broken" if self.failure is not None else "held" if self.state == "running" else "soft"
+        head = html.joined((self.head, ": ", html.element("b", self.state, css)))
+        parts = [html.element("p", head), html.bullets(self.notes) if self.notes else ""]
+        if (p := self.progress) is not None:
+            figures = [("batch", "none yet" if p.batch is None else p.batch), ("here", p.totals)]
+            figures.append(("records/s", f"{p.rate:,.0f}"))
+            figures += [("lag, offsets", f"{p.lag:,}")] if p.lag is not None else []
+            parts.append(html.figures(figures + [("step", p.step)] * (self.state == "running")))
+        if (f := self.failure) is not None:
+            parts.append(html.problem(f.code, f.message, f.next_step))
+        return html.fragment(*parts)
+
+
+def _allowed(before: Definition, now: Definition, between: bool) -> list[str]:
+    """What the former query left, and what its checkpoint makes of the changes.
+
+    Args:
+        between: it was stopped between two batches.
+    """
+    _, newest = read_logged(now.checkpoint)
+    following = 0 if newest is None else newest + is_done(now.checkpoint, newest)
+    how = "between two batches" if between else "in the middle of a batch, which is finished or repeated now"
+    same = before.checkpoint == now.checkpoint
+    goes_on = f"this one goes on at batch {following}" if same else "this one has another checkpoint"
+    return [f"the former query was stopped {how}; {goes_on}", *changes(before, now)]
+
+
+def _show(pipeline: Definition, plan: Plan, query: StreamingQuery, recent: Reports, notes: Sequence[str]) -> None:
+    """Show the query in this cell until it ends, from a thread of its own. Args: recent: its reports, newest first."""
+    head = f"{pipeline.name}: {pipeline.guarantee.value} by {plan.mechanism}"
+    cell = _display(CellView(head, "running", notes=notes), display_id=True)
+    arguments = (pipeline, query, recent, head, notes, cell)
+    threading.Thread(target=_follow, name=f"delivered-{pipeline.name}", args=arguments, daemon=True).start()
+
+
+def _show_refusal(refusal: Refusal, notes: Sequence[str]) -> None:
+    """Show in this cell what the refusal leaves: the error that is raised says only why."""
+    _display(CellView(f"{refusal.pipeline}: {refusal.guarantee.value}", "refused", None, notes, refusal.error))
+
+
+def _display(view: CellView, **more: bool) -> Any:
+    return sys.modules["IPython.display"].display(view, **more)
+
+
+def _follow(
+    pipeline: Definition, query: StreamingQuery, recent: Reports, head: str, notes: Sequence[str], cell: Any
+) -> None:
+    try:
+        with watch(pipeline, query, recent) as progress:
+            while not _ended(query):
+                progress.refresh()
+                cell.update(CellView(head, "running", progress, notes))
+            progress.refresh()
+            failure = _failure(query)
+            cell.update(CellView(head, "ended" if failure is None else "failed", progress, notes, failure))
+    except Exception as error:  # the query goes on without it
+        log.warning("%s: its progress cannot be shown: %s", pipeline.name, error)
+
+
+def _ended(query: StreamingQuery) -> bool:
+    """Waits for it, a moment."""
+    try:
+        return bool(query.awaitTermination(_EVERY_S))  # type: ignore[arg-type]
+    except Exception:
+        return True
+
+
+def _failure(query: StreamingQuery) -> DeliveredError | None:
+    with contextlib.suppress(Exception):  # its session was stopped
+        error = query.exception()
+        if error is not None:
+            return translated(error) or DeliveredError("QUERY_FAILED.NOTEBOOK", cause=str(error).splitlines()[0])
+    return None

@@ -11,8 +11,8 @@ import pytest
 import delivered
 from delivered import html
 from delivered.audit.report import unknown_report
+from delivered.entry import CellView
 from delivered.model.errors import DeliveredError
-from delivered.operate.notebook import CellView
 from delivered.operate.status import Driver, Problem, SinkStatus, Status
 from delivered.planner import Plan, Refusal
 
@@ -97,7 +97,7 @@ def test_a_pipeline_that_is_refused_shows_itself_too() -> None:
 
 
 def test_a_cell_of_a_plain_process_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from delivered.operate.notebook import is_notebook
+    from delivered.entry import is_notebook
 
     assert not is_notebook()
     assert str(CellView("orders", "refused", notes=["a note"])) == "orders: refused\n  a note"

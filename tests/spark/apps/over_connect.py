@@ -9,8 +9,8 @@ from tests.spark.apps.connect import connected
 from tests.spark.apps.copy_topic import arguments, copy
 
 import delivered
+from delivered.entry import CellView
 from delivered.model.identity import Scope
-from delivered.operate.notebook import CellView
 from delivered.pipeline.progress import watch
 from delivered.planner import Plan
 from delivered.spark.internals import recent_reports
