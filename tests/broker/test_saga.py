@@ -22,7 +22,7 @@ from delivered.model.errors import UsageError
 from delivered.patterns import saga
 from delivered.patterns.saga.definition import Event, Status
 from delivered_lab.verify.ends import applications, sagas
-from delivered_lab.verify.ends.consumer import MOMENTS, Point, killed_everywhere
+from delivered_lab.verify.ends.cases import MOMENTS, Point, killed_everywhere
 from delivered_lab.verify.ends.sagas import Shop, checkout, disagreements
 
 ROOT = Path(__file__).parents[2]

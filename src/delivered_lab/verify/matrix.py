@@ -15,7 +15,7 @@ from typing import Any
 
 from delivered import Guarantee, UsageError
 from delivered_lab.verify.case import Case, Environment, Result, Say, can_mount, run_case
-from delivered_lab.verify.ends import run as both_ends
+from delivered_lab.verify.ends import cases as both_ends
 from delivered_lab.verify.faults import CLUSTER, LOOP, MOUNT, TOPICS, catalogue, source_catalogue
 from delivered_lab.verify.judge import Verdict, compared
 from delivered_lab.verify.provenance import Ran, code_of, merged
