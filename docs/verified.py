@@ -13,7 +13,7 @@ from typing import Any
 
 from delivered.model.capability import Guarantee
 from delivered_lab.verify.case import AHEAD, Result
-from delivered_lab.verify.ends.cases import SYSTEMS, cases
+from delivered_lab.verify.ends import SYSTEMS, cases
 from delivered_lab.verify.faults import LOOP, PAIRS, PLACES, catalogue
 from delivered_lab.verify.judge import RECOVERY_RATIO_MAX, Verdict
 from delivered_lab.verify.matrix import FORMAT, SINKS, is_current, read_results, write_file

@@ -9,7 +9,7 @@ import uuid
 from typing import Any
 
 from delivered.patterns.events import Aggregate, DuplicateEvent, Event, new_id
-from delivered_lab.verify.ends.applications import Killer, connect, execute
+from delivered_lab.verify.applications import Killer, connect, execute
 
 
 def apply(state: Any, event: Event) -> Any:

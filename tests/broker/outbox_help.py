@@ -16,7 +16,7 @@ from delivered.connectors.outbox import CONNECTOR
 from delivered.contract.source import Offsets, Source
 from delivered.model.rows import Rejection, Rows
 from delivered.patterns import outbox
-from delivered_lab.verify.ends import applications
+from delivered_lab.verify import applications
 
 _names = itertools.count()
 METHODS = ["postgres-log", "postgres-poll", "mysql-poll", "sqlite-poll"]

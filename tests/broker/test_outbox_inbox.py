@@ -16,7 +16,7 @@ from tests.broker.outbox_help import Database, database
 from delivered.model.errors import InvariantBroken, Refused
 from delivered.patterns import outbox
 from delivered.patterns.inbox import clean, ddl, inbox
-from delivered_lab.verify.ends import applications
+from delivered_lab.verify import applications
 
 _names = itertools.count()
 MESSAGES = 12

@@ -19,8 +19,8 @@ from tests.support.zygote import Zygote
 
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.patterns import outbox
-from delivered_lab.verify.ends.applications import run_process
-from delivered_lab.verify.ends.cases import promote
+from delivered_lab.verify.applications import run_process
+from delivered_lab.verify.ends import promote
 
 MESSAGES = 24
 KILLS = [("before", 5), ("in", 10), ("in_late", 15), ("after", 20)]

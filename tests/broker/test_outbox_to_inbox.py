@@ -20,7 +20,7 @@ from delivered.model.errors import BadRecord
 from delivered.model.fingerprint import Fingerprint
 from delivered.patterns.inbox import consume, ddl
 from delivered.pipeline.registry import find_sink
-from delivered_lab.verify.ends.applications import BROKERS, run_process
+from delivered_lab.verify.applications import BROKERS, run_process
 
 MESSAGES = 30
 ORDERS = "outbox.event.order"

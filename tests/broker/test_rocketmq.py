@@ -36,7 +36,7 @@ from delivered.pipeline.registry import find_sink
 from delivered_lab import brokers
 from delivered_lab.brokers import rocketmq as rocketmq_server
 from delivered_lab.supervisor import hits
-from delivered_lab.verify.ends import applications
+from delivered_lab.verify import applications
 
 parse = RocketmqOptions.parse
 

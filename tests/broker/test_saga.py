@@ -21,9 +21,9 @@ from tests.support.sweeps import sweep
 from delivered.model.errors import UsageError
 from delivered.patterns import saga
 from delivered.patterns.saga.definition import Event, Status
-from delivered_lab.verify.ends import applications, sagas
-from delivered_lab.verify.ends.cases import MOMENTS, Point, killed_everywhere
-from delivered_lab.verify.ends.sagas import Shop, checkout, disagreements
+from delivered_lab.verify import applications, sagas
+from delivered_lab.verify.ends import MOMENTS, Point, killed_everywhere
+from delivered_lab.verify.sagas import Shop, checkout, disagreements
 
 ROOT = Path(__file__).parents[2]
 DIALECTS = ["sqlite", "postgres", "mysql"]
@@ -56,7 +56,7 @@ class World:
         path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
         environment = {**os.environ, "PYTHONPATH": path, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(folder)}
         return subprocess.Popen(
-            [sys.executable, "-m", "delivered_lab.verify.ends.sagas", json.dumps(spec)],
+            [sys.executable, "-m", "delivered_lab.verify.sagas", json.dumps(spec)],
             cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 

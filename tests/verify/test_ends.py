@@ -8,7 +8,7 @@ import pytest
 from tests.support.sweeps import sweep
 
 from delivered_lab.verify.case import Environment, Result
-from delivered_lab.verify.ends.cases import SYSTEMS, cases, run_case
+from delivered_lab.verify.ends import SYSTEMS, cases, run_case
 from delivered_lab.verify.judge import Verdict
 from delivered_lab.verify.services import CONSUMER, ENDS, PRODUCER
 

@@ -231,11 +231,11 @@ def verify(
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Inject faults at every failure point and judge from outside whether the guarantee held."""
+    from delivered_lab.verify.fixture import load_template
     from delivered_lab.verify.matrix import SPARK, Choice, Store, cases, own_cases, read_cases, run_matrix, worst
     from delivered_lab.verify.report import RunLog
     from delivered_lab.verify.services import ENDS, SERVICES
     from delivered_lab.verify.systems import SOURCE_KINDS
-    from delivered_lab.verify.template import load
     from delivered_lab.verify.workloads import WORKLOADS
 
     for name in source:
@@ -254,7 +254,7 @@ def verify(
         tuple(only), seed, quick, audit_too, service, jobs, minutes, faults, per_place, sources, workloads, fresh
     )
     folder = folder.resolve()
-    template = load(file) if file is not None else None
+    template = load_template(file) if file is not None else None
     if template is not None and template.needs_spark and choice.service != SPARK:
         raise UsageError("VERIFY_SERVICE", file=file, service=choice.service)
     if listing:

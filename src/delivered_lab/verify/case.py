@@ -29,14 +29,13 @@ from delivered_lab import brokers
 from delivered_lab.verify.ahead import Drivers
 from delivered_lab.verify.evidence import End, Evidence, Seen, fired, sends
 from delivered_lab.verify.faults import MOUNT, PROXY, TOPICS, Fault
-from delivered_lab.verify.fixture import Fixture, Setting, empty
+from delivered_lab.verify.fixture import Fixture, Setting, Template, empty, row_effect
 from delivered_lab.verify.judge import Judgement, Verdict, differences, judge
 from delivered_lab.verify.provenance import ran, versions
 from delivered_lab.verify.proxy import Fired, Proxy, StreamProxy
 from delivered_lab.verify.services import SERVICES, SPARK, Run, VerifierError
 from delivered_lab.verify.systems import KAFKA, SINK_KINDS, SOURCE_KINDS, SYSTEMS, GroupClient, at_sink, sink_names
 from delivered_lab.verify.systems.base import QueueSource, Row, SinkClient, SinkPlace, SourcePlace
-from delivered_lab.verify.template import Template, row_effect
 from delivered_lab.verify.workloads import WORKLOADS, source_id
 
 DISK_MB = 24

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from delivered import Guarantee, UsageError
+from delivered_lab.verify import ends
 from delivered_lab.verify.case import Case, Environment, Result, Say, can_mount, run_case
-from delivered_lab.verify.ends import cases as both_ends
 from delivered_lab.verify.faults import CLUSTER, LOOP, MOUNT, TOPICS, catalogue, source_catalogue
+from delivered_lab.verify.fixture import Template
 from delivered_lab.verify.judge import Verdict, compared
 from delivered_lab.verify.provenance import Ran, code_of, merged
 from delivered_lab.verify.services import ENDS, ENGINE, SERVICES, SPARK
 from delivered_lab.verify.systems import KAFKA, SINK_KINDS
-from delivered_lab.verify.template import Template
 from delivered_lab.verify.workloads import WORKLOADS, Workload
 
 FORMAT = 1
@@ -96,7 +96,7 @@ class Choice:
 def cases(choice: Choice) -> list[Case]:
     """In run order: the strictest guarantee first, the default workload before the others."""
     if choice.service in ENDS:
-        found = both_ends.cases(choice.service, choice.seed)
+        found = ends.cases(choice.service, choice.seed)
         return [c for c in found if not choice.only or any(_matches(c, p) for p in choice.only)]
     found = _source_cases(choice) if choice.sources else _sink_cases(choice)
     if choice.quick:
@@ -267,12 +267,12 @@ def run_matrix(
     for case in todo:
         waiting.put(case)
     lock, results = threading.Lock(), list[Result]()
-    ends = None if choice.minutes is None else time.monotonic() + choice.minutes * 60
+    ends_at_s = None if choice.minutes is None else time.monotonic() + choice.minutes * 60
 
     def enough() -> bool:
         if choice.faults is not None and sum(r.fired for r in list(store.results.values())) >= choice.faults:
             return True
-        return ends is not None and time.monotonic() >= ends
+        return ends_at_s is not None and time.monotonic() >= ends_at_s
 
     def work(number: int) -> None:
         place, ahead = folder / f"environment{number}", choice.service == SPARK and not choice.fresh
@@ -285,7 +285,7 @@ def run_matrix(
                     return
                 environment.used.clear()
                 if case.service in ENDS:
-                    result, again = both_ends.run_case(case, environment), None
+                    result, again = ends.run_case(case, environment), None
                 else:
                     result = run_case(case, environment, plain_s=store.plain_s(case), audit=choice.audit)
                     again = _plain_now(case, result, environment)

@@ -1,6 +1,6 @@
 """An application with an outbox, and a consumer with an inbox, that kill or stop themselves at a point of one message.
 
-    python -m delivered_lab.verify.ends.applications SPEC
+    python -m delivered_lab.verify.applications SPEC
 
 Variants are broken on purpose, for tests of the judge.
 """

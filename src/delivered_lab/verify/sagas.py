@@ -1,6 +1,6 @@
 """Sagas: the worker that runs them and is killed at given points, and the shop that it calls, a real HTTP service.
 
-python -m delivered_lab.verify.ends.sagas SPEC     DELIVERED_CRASH names the points; the shop kills by process id
+python -m delivered_lab.verify.sagas SPEC     DELIVERED_CRASH names the points; the shop kills by process id
 """
 
 from __future__ import annotations

@@ -24,15 +24,15 @@ from typing import Any
 
 from delivered import Guarantee
 from delivered.patterns import inbox, outbox, saga
+from delivered_lab.verify import sagas
+from delivered_lab.verify.applications import connect, execute, server_kind
 from delivered_lab.verify.case import Case, Environment, Result, build_result, unknown_on_error
-from delivered_lab.verify.ends import sagas
-from delivered_lab.verify.ends.applications import connect, execute, server_kind
-from delivered_lab.verify.ends.sagas import Shop, disagreements
 from delivered_lab.verify.evidence import End as Ended
 from delivered_lab.verify.evidence import Evidence, History, Seen, Stop, fired
 from delivered_lab.verify.faults import Fault
 from delivered_lab.verify.fixture import empty
 from delivered_lab.verify.judge import Judgement, judge
+from delivered_lab.verify.sagas import Shop, disagreements
 from delivered_lab.verify.services import CONSUMER, DRIVER, LOOP_MODULE, PRODUCER, Run, VerifierError, last_words, start
 from delivered_lab.verify.systems import KAFKA, SOURCE_KINDS
 from delivered_lab.verify.systems.base import SourcePlace, digest, wait_for
@@ -49,7 +49,7 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
 WORKLOAD = "ends"
 PROCESS_TIMEOUT_S = 120.0
 _CHECKERS = ("lost", "duplicated", "unexpected", "stopped_right")
-_APPLICATION = "delivered_lab.verify.ends.applications"
+_APPLICATION = "delivered_lab.verify.applications"
 
 
 @dataclass
@@ -540,7 +540,7 @@ class Sagas:
         values = {
             "dialect": self.dialect, "log": self.url, "shop": self.shop.url, "variant": self.end.variant, **spec,
         }  # fmt: skip
-        return self.end.start("worker", "delivered_lab.verify.ends.sagas", values, crash)
+        return self.end.start("worker", "delivered_lab.verify.sagas", values, crash)
 
     def run_killed(self, points: Sequence[Point]) -> None:
         """Workers, one after the other, until one ends by itself; each of the others is killed at a point."""
