@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 import delivered
 from delivered import UsageError
 from delivered.connectors.log import append
-from delivered.patterns import inbox
+from delivered.patterns import inbox, outbox
 from delivered.patterns.saga import Log, Saga, Step, run
 
 SOURCE = delivered.log("records")
@@ -36,6 +37,15 @@ SAGA = Saga("s", [Step("one", str, undo=str)])
         ("conf", [("spark.ui.enabled", "false")]),
         ("master", 2),
         ("notify", "env:URL"),
+        ("lineage", None),
+        ("lost_records", 0),
+        ("master", 0),
+        ("master", False),
+        ("master", b""),
+        ("master", []),
+        ("missing_ledger", "false"),
+        ("new_checkpoint", "false"),
+        ("new_target", ""),
         ("on_bad_row", None),
         ("output_mode", None),
     ],
@@ -54,10 +64,35 @@ def test_a_pipeline(name: str, value: object) -> None:
         (lambda: delivered.endpoint("kafka", select=["id", 5]), "select"),
         (lambda: delivered.endpoint("kafka", where=True), "where"),
         (lambda: delivered.endpoint("kafka", audit="id"), "audit"),
+        (lambda: delivered.endpoint("kafka", audit=0), "audit"),
+        (lambda: delivered.delta(None), "path"),
+        (lambda: delivered.files(0), "path"),
+        (lambda: delivered.iceberg(False), "table"),
+        (lambda: delivered.kafka(0), "bootstrap"),
+        (lambda: delivered.log(None), "path"),
+        (lambda: delivered.mysql("mysql://db/shop", []), "dbtable"),
+        (lambda: delivered.postgres(0, "orders"), "url"),
+        (lambda: delivered.sqlite(b"", "orders"), "path"),
+        (lambda: delivered.transform("SELECT 1", deterministic=0), "deterministic"),
+        (lambda: delivered.transform("SELECT 1", stateful="no"), "stateful"),
         (lambda: delivered.arrow("module:function"), "function"),
         (lambda: delivered.arrow(select="id"), "select"),
         (lambda: delivered.dedup("key", within=60), "within"),
         (lambda: delivered.dedup("key", within="1 hour", time=None), "time"),
+        (lambda: delivered.dedup("key", within="1 hour", time="at", late=False), "late"),
+        (lambda: delivered.dedup("key", within="1 hour", time="at", memory=0), "memory"),
+        (lambda: delivered.session(conf=[]), "conf"),
+        (lambda: delivered.session(master=0), "master"),
+        (lambda: delivered.receive(SOURCE, idle_s=False), "idle_s"),
+        (lambda: delivered.receive(SOURCE, report=0), "report"),
+        (lambda: delivered.receive(SOURCE, stop=False), "stop"),
+        (lambda: append("log", pa.table({"value": ["one"]}), storage=0), "storage"),
+        (lambda: outbox.ddl("sqlite", layout=0), "layout"),
+        (lambda: Log(0), "where"),
+        (lambda: Step("one", str, undo=False), "undo"),
+        (lambda: Step("one", None, undo=str), "do"),
+        (lambda: Step("one", str, undo=str, timeout_s="60"), "timeout_s"),
+        (lambda: run(Log("sqlite:///sagas.db"), SAGA, ids="order-1"), "ids"),
         (lambda: delivered.receive("pipeline.yaml"), "source"),
         (lambda: delivered.receive(SOURCE, processes="2"), "processes"),
         (lambda: delivered.audit_chain(delivered.Pipeline(**PIPELINE)), "pipelines"),
@@ -74,6 +109,17 @@ def test_a_pipeline(name: str, value: object) -> None:
 def test_a_function(call: Callable[[], Any], name: str) -> None:
     with pytest.raises(UsageError, match=rf"ARGUMENT_TYPE\].*: {name} is .* Next: write "):
         call()
+
+
+@pytest.mark.parametrize("sinks", [b"", {}, "sqlite"])
+def test_sinks(sinks: Any) -> None:
+    with pytest.raises(UsageError, match=r"ENDPOINT_VALUE.* must be a list of endpoints"):
+        delivered.Pipeline(**{**PIPELINE, "sinks": sinks})
+
+
+def test_selected_columns() -> None:
+    with pytest.raises(UsageError, match="SELECT_VALUE"):
+        delivered.endpoint("kafka", select=b"")
 
 
 @pytest.mark.parametrize("records", [[(b"key", b"value")], {"value": [b"one"]}, "one", 5, None])

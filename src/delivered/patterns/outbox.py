@@ -16,9 +16,11 @@ import threading
 import time
 import uuid
 from dataclasses import astuple, dataclass
+from types import NoneType
 from typing import Any, Literal
 
 from delivered.model.errors import BadRecord, Refused, UsageError
+from delivered.model.options import check_argument
 from delivered.patterns.caller import Caller, as_text, check_dialect, json_text, quoted, unstorable
 
 __all__ = ["DuplicateId", "Entry", "Layout", "ddl", "new_id", "put"]
@@ -85,7 +87,7 @@ def ddl(dialect: str, layout: Layout | None = None, *, payload: Literal["json", 
         dialect: postgres, mysql (and MariaDB), or sqlite.
         payload: type of the payload column; bytes are stored unchanged, for example Avro.
     """
-    types, layout = _TYPES[check_dialect(dialect)], layout or Layout()
+    types, layout = _TYPES[check_dialect(dialect)], _layout("ddl", layout)
     if payload not in ("json", "bytes"):
         raise UsageError("OUTBOX_PAYLOAD.TYPE", payload=payload)
     kinds = ("id", "text", "text", "text", payload)
@@ -95,6 +97,11 @@ def ddl(dialect: str, layout: Layout | None = None, *, payload: Literal["json", 
         f"  {name} {types[kind]}{' NOT NULL' if kind == 'id' else ''}{end}" for name, kind, end in columns
     )
     return f"CREATE TABLE IF NOT EXISTS {quoted(dialect, layout.table)} (\n{rows}\n){types['tail']}"
+
+
+def _layout(call: str, layout: Layout | None) -> Layout:
+    check_argument(call, "layout", layout, (Layout, NoneType), "a layout", '..., layout=Layout(table="outbox")')
+    return Layout() if layout is None else layout
 
 
 def put(
@@ -125,7 +132,7 @@ def put(
         Refused: the connection is in autocommit, or the table does not exist.
         BadRecord: a value cannot be stored. Nothing was sent to the database.
     """
-    layout = layout or Layout()
+    layout = _layout("put", layout)
     if on_duplicate not in ("refuse", "ignore"):
         raise UsageError("OUTBOX_DUPLICATE.ARGUMENT", on_duplicate=on_duplicate)
     entry = Entry(

@@ -265,17 +265,27 @@ class Definition:
     ) -> None:
         self.name = checked_name("pipeline", name)
         mappings: dict[str, object] = {"audit": audit, "conf": conf, "notify": notify}
-        texts: dict[str, object] = {"output_mode": output_mode, "on_bad_row": on_bad_row, "master": master or ""}
+        texts: dict[str, object] = {"output_mode": output_mode, "on_bad_row": on_bad_row}
+        flags: dict[str, object] = {
+            "new_checkpoint": new_checkpoint,
+            "missing_ledger": missing_ledger,
+            "new_target": new_target,
+            "lost_records": lost_records,
+            "lineage": lineage,
+        }
         for key, value in mappings.items():
             check_argument(_CALL, key, value, (Mapping, NoneType), "a mapping", f"{key}={{...}}")
         for key, value in texts.items():
             check_argument(_CALL, key, value, str, "text", f'{key}="..."')
+        for key, value in flags.items():
+            check_argument(_CALL, key, value, bool, "True or False", f"{key}=True")
+        check_argument(_CALL, "master", master, (str, NoneType), "text", 'master="local[2]"')
         check_argument(_CALL, "batch_s_max", batch_s_max, (int, float, NoneType), "in seconds", "batch_s_max=60")
         self.guarantee = Guarantee.parse(guarantee)
         refuse_passwords(name, {"checkpoint": str(checkpoint), "master": master or ""})
         if not isinstance(checkpoint, str | Path) or not str(checkpoint).strip():
             raise UsageError("CHECKPOINT_MISSING.PIPELINE", checkpoint=repr(checkpoint))
-        if isinstance(sinks, str) or not isinstance(sinks, Iterable):
+        if isinstance(sinks, str | bytes | Mapping) or not isinstance(sinks, Iterable):
             raise UsageError("ENDPOINT_VALUE.SINKS", sinks=sinks, sinks_type=type(sinks).__name__)
         if step := not_as_meant(str(checkpoint)):
             raise UsageError("OPTION_VALUE.LITERAL", owner="Pipeline", name="checkpoint", value=checkpoint, action=step)

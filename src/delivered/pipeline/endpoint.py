@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -277,7 +278,7 @@ def endpoint(
         UsageError: a value that cannot be an option.
     """
     texts = {k: as_text(k, v) for k, v in options.items()}
-    if isinstance(select, str):
+    if isinstance(select, str | bytes):
         raise UsageError("SELECT_VALUE", select=select)
     call = "delivered.endpoint"
     check_argument(call, "format", format, str, "text", 'format="kafka"')
@@ -290,6 +291,16 @@ def endpoint(
     return Endpoint(format, texts, name, parse_projection(select, where), dict(audit or {}))
 
 
+def _path(system: str, path: object) -> str:
+    check_argument(f"delivered.{system}", "path", path, (str, PathLike), "a path", "path=...")
+    return str(path)
+
+
+def _check_texts(system: str, **given: object) -> None:
+    for name, value in given.items():
+        check_argument(f"delivered.{system}", name, value, str, "text", f'{name}="..."')
+
+
 def delta(path: str, *, name: str | None = None, **options: Any) -> Endpoint:
     """A Delta table, as a sink: a folder, or the URL of one in an object store.
 
@@ -297,12 +308,12 @@ def delta(path: str, *, name: str | None = None, **options: Any) -> Endpoint:
         options: as documented, for example partitionBy="day"; those of the object store as
             **{"storage.aws_region": "eu-central-1"}.
     """
-    return endpoint("delta", name=name, path=str(path), **options)
+    return endpoint("delta", name=name, path=_path("delta", path), **options)
 
 
 def files(path: str, *, name: str | None = None, **options: Any) -> Endpoint:
     """A local folder of Parquet files, as a sink; of JSON or CSV by `fileFormat=`. Needs no server."""
-    return endpoint("files", name=name, path=str(path), **options)
+    return endpoint("files", name=name, path=_path("files", path), **options)
 
 
 def iceberg(table: str, *, name: str | None = None, **options: Any) -> Endpoint:
@@ -313,6 +324,7 @@ def iceberg(table: str, *, name: str | None = None, **options: Any) -> Endpoint:
         options: as documented: warehouse="/data/lake" for an embedded catalog; for another one
             **{"catalog.type": "rest", "catalog.uri": "https://..."}.
     """
+    _check_texts("iceberg", table=table)
     return endpoint("iceberg", name=name, table=table, **options)
 
 
@@ -322,12 +334,13 @@ def kafka(bootstrap: str, *, name: str | None = None, **options: Any) -> Endpoin
     Args:
         bootstrap: "host:port,host:port".
     """
+    _check_texts("kafka", bootstrap=bootstrap)
     return endpoint("kafka", name=name, **{"kafka.bootstrap.servers": bootstrap, **options})
 
 
 def log(path: str, **options: Any) -> Endpoint:
     """A durable log, kept as a Delta table: a source that needs no server."""
-    return endpoint("log", path=str(path), **options)
+    return endpoint("log", path=_path("log", path), **options)
 
 
 def mysql(url: str, dbtable: str, *, name: str | None = None, **options: Any) -> Endpoint:
@@ -337,6 +350,7 @@ def mysql(url: str, dbtable: str, *, name: str | None = None, **options: Any) ->
         url: "mysql://host:3306/database", without a password; that is the option `password`.
         dbtable: "orders" or "sales.orders".
     """
+    _check_texts("mysql", url=url, dbtable=dbtable)
     return endpoint("mysql", name=name, url=url, dbtable=dbtable, **options)
 
 
@@ -347,12 +361,14 @@ def postgres(url: str, dbtable: str, *, name: str | None = None, **options: Any)
         url: "postgresql://host:5432/database", without a password; that is the option `password`.
         dbtable: "orders" or "sales.orders".
     """
+    _check_texts("postgres", url=url, dbtable=dbtable)
     return endpoint("postgres", name=name, url=url, dbtable=dbtable, **options)
 
 
 def sqlite(path: str, table: str, *, name: str | None = None, **options: Any) -> Endpoint:
     """A table of a SQLite file: a sink that needs no server."""
-    return endpoint("sqlite", name=name, path=str(path), table=table, **options)
+    _check_texts("sqlite", table=table)
+    return endpoint("sqlite", name=name, path=_path("sqlite", path), table=table, **options)
 
 
 def as_text(key: str, value: Any) -> str:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 import psutil
@@ -132,9 +133,13 @@ def receive(
         "delivered.receive", "source", source, Endpoint, "an endpoint", 'delivered.endpoint("rabbitmq", ...)'
     )
     check_argument("delivered.receive", "processes", processes, int, "a number", "..., processes=2")
+    for name, function in {"stop": stop, "report": report}.items():
+        check_argument("delivered.receive", name, function, (Callable, NoneType), "a function", f"..., {name}=function")  # type: ignore[arg-type]
+    check_argument("delivered.receive", "idle_s", idle_s, (int, float, NoneType), "in seconds", "..., idle_s=60")
+    check_argument("delivered.receive", "patience_s", patience_s, (int, float), "in seconds", "..., patience_s=60")
     if not 1 <= processes <= RECEIVERS_MAX:
         raise UsageError("RECEIVERS", processes=processes, receivers_max=RECEIVERS_MAX)
-    asked_to_stop = stop or _never
+    asked_to_stop = _never if stop is None else stop
     if not _await(source, patience_s, asked_to_stop):
         return
     if processes == 1:

@@ -97,6 +97,9 @@ def transform(
         stateful: it keeps state between batches (aggregation, stream-stream join, deduplication).
         deterministic: the same input rows give the same output rows in every run.
     """
+    call = "delivered.transform"
+    check_argument(call, "stateful", stateful, bool, "True or False", "..., stateful=True")
+    check_argument(call, "deterministic", deterministic, (bool, NoneType), "True or False", "..., deterministic=True")
     if isinstance(what, str):
         return Transform("sql", sql=what, stateful=stateful, deterministic=deterministic)
     if callable(what):
@@ -323,7 +326,13 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", 
     """
     if not by or not all(isinstance(b, str) and b.strip() for b in by):
         raise UsageError("DEDUP_BY", by=by)
-    for key, value, example in (("within", within, "1 hour"), ("time", time, "timestamp")):
+    texts = (
+        ("within", within, "1 hour"),
+        ("time", time, "timestamp"),
+        ("late", late, "drop"),
+        ("memory", memory, "table"),
+    )
+    for key, value, example in texts:
         check_argument("delivered.dedup", key, value, str, "text", f'..., {key}="{example}"')
     for text in (*by, time):
         if changing_in_sql(text) or _CLOCK.search(text):

@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import pyspark
@@ -30,6 +31,7 @@ from pyspark.sql import SparkSession
 from delivered.engine.owner import new_owner
 from delivered.machine import cache_folder, java_home
 from delivered.model.errors import DeliveredError, Refused
+from delivered.model.options import check_argument
 from delivered.model.step import LOG_FORMAT, as_json
 from delivered.pipeline.registry import names
 from delivered.prefork import socket_folder, start_server, worker_python
@@ -138,6 +140,10 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
         master: default: what `spark-submit` set, else `local[*]`.
         conf: Spark configuration, overrides the defaults.
     """
+    check_argument("delivered.session", "master", master, (str, NoneType), "text", 'master="local[2]"')
+    check_argument(
+        "delivered.session", "conf", conf, (Mapping, NoneType), "a mapping", 'conf={"spark.ui.enabled": "false"}'
+    )
     if master is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
         master = "local[*]"  # spark-submit would have set a master
     local = master is not None and (master == "local" or master.startswith("local["))

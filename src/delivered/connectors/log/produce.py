@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,8 @@ PARTITIONS_MAX = 1_000
 ATTEMPTS_MAX = 30
 """Attempts of one append against other producers."""
 CHECKPOINT_VERSIONS = 100
-_DATA_ARGUMENT = ("delivered.connectors.log.append", "table_or_batches")
+_CALL = "delivered.connectors.log.append"
+_DATA_ARGUMENT = (_CALL, "table_or_batches")
 _DATA = ("a table, a record batch or record batches of Arrow", 'path, pa.table({"value": ["one", "two"]})')
 _GROUP_ROWS = 65_536
 _GROUP_BYTES = 16 << 20
@@ -90,6 +92,9 @@ def append(
     """
     deltalake = layout.delta()
     path = absolute(path)
+    check_argument(_CALL, "partition_by", partition_by, (int, NoneType), "a number", "..., partition_by=4")
+    check_argument(_CALL, "idempotence", idempotence, (tuple, NoneType), "a tuple", '..., idempotence=("import", 7)')
+    check_argument(_CALL, "storage", storage, (Mapping, NoneType), "a mapping", '..., storage={"aws_region": "..."}')
     options = dict(storage or {})
     if idempotence is not None and idempotence[0] == layout.CONFLICT_ID:
         raise UsageError("APP_ID_RESERVED", conflict_id=layout.CONFLICT_ID)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from importlib import import_module
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from urllib.parse import quote
 
@@ -115,6 +116,15 @@ class Step:
     attempts_max: int = 5
     backoff_s: float = 1.0
     timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        kinds: Any = {"do": Callable, "undo": (Callable, _NotNeeded, NoneType), "ask": (Callable, NoneType)}
+        for name, kind in kinds.items():
+            check_argument("Step", name, getattr(self, name), kind, "a function", f"..., {name}=function")
+        check_argument("Step", "takes_key", self.takes_key, bool, "True or False", "..., takes_key=True")
+        check_argument("Step", "attempts_max", self.attempts_max, int, "a number", "..., attempts_max=5")
+        for name in ("backoff_s", "timeout_s"):
+            check_argument("Step", name, getattr(self, name), (int, float), "in seconds", f"..., {name}=60")
 
     @property
     def repeatable(self) -> bool:

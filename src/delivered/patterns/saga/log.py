@@ -13,13 +13,14 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 from urllib.parse import urlsplit
 
 from delivered.kits.mysql import address, tls_of_url
 from delivered.model.errors import BadRecord, Fenced, Refused, Unreachable, UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SAGA_DATA_BYTES_MAX, SAGA_ID_BYTES_MAX
-from delivered.model.options import Unfit, check_postgres_words, password_in_url, resolve_secret
+from delivered.model.options import Unfit, check_argument, check_postgres_words, password_in_url, resolve_secret
 from delivered.model.secrets import holds_password
 from delivered.patterns.caller import NOW_MS, Caller, as_text, check_dialect, format_ddl, json_text, unstorable
 from delivered.patterns.saga.definition import Entry, Event, Saga, Status, Verb
@@ -156,6 +157,9 @@ class Log:
     password: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        kinds: Any = (str, Callable)
+        check_argument("Log", "where", self.where, kinds, "a path, a URL or a function that connects", '"sagas.db"')
+        check_argument("Log", "password", self.password, (str, NoneType), "text", '..., password="env:NAME"')
         if isinstance(self.where, str) and holds_password(self.where):
             raise password_in_url("saga log", "log", "remove it and pass password='env:NAME' (--password env:NAME)")
         if isinstance(self.where, str) and self.where.startswith(("postgresql://", "postgres://")):

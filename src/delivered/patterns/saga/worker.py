@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any
 
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken
@@ -69,7 +70,8 @@ def run(
     for saga in sagas:
         check_argument("run", "saga", saga, Saga, "a saga", "Log(url), saga")
     check_argument("run", "threads", threads, int, "a number", "..., threads=2")
-    work = _Work(where, sagas, forever, stop or threading.Event())
+    check_argument("run", "ids", ids, (list, tuple, NoneType), "a list of ids", '..., ids=["order-1"]')
+    work = _Work(where, sagas, forever, threading.Event() if stop is None else stop)
     parts = [None] * threads if ids is None else [part for at in range(threads) if (part := list(ids[at::threads]))]
     if len(parts) == 1:
         work.serve(parts[0])
