@@ -18,7 +18,7 @@ from tests.support.sweeps import sweep
 import delivered
 from delivered import Pipeline
 from delivered.audit.evidence import Counts, Verdict
-from delivered.connectors.postgres import position
+from delivered.connectors.postgres import read
 from delivered.contract.sink import Changes
 from delivered.engine import decide
 from delivered.engine.decide import commit_batch
@@ -344,7 +344,7 @@ def test_a_large_table_is_sampled(name: str, request: pytest.FixtureRequest, mon
 
 
 def test_the_plan_recommends_the_column_for_large_tables(postgres: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(position, "COUNTED_BYTES_MAX", 0)
+    monkeypatch.setattr(read, "COUNTED_BYTES_MAX", 0)
     table = postgres.table("key bytea, value bytea, batch bigint")
     postgres.execute(f"INSERT INTO {table} VALUES ('a', 'b')")
     postgres.execute(f"CREATE INDEX ON {table} (batch)")

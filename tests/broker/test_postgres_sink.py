@@ -411,9 +411,9 @@ def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
             connection.execute(f"PREPARE TRANSACTION '{gid}'")
     rig.write(rig.plan(rig.context("dead"), 0))
     assert not rig.sink.preflight(EXACT)
-    monkeypatch.setattr("delivered.connectors.postgres.preflight.OPEN_TRANSACTION_OLD_S", 0.0)
+    monkeypatch.setattr("delivered.connectors.postgres.read.OPEN_TRANSACTION_OLD_S", 0.0)
     assert [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)] == [("PREPARED_TRANSACTION_OLD", False)]
-    from delivered.connectors.postgres.committer import id_prefix
+    from delivered.connectors.postgres.store import id_prefix
 
     committer = rig.context("next").committers
     listed = committer.open_transactions()
@@ -435,7 +435,7 @@ def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
 
 
 def test_longest_names_fit_a_transaction_id() -> None:
-    from delivered.connectors.postgres.committer import is_ours, new_id
+    from delivered.connectors.postgres.store import is_ours, new_id
 
     work = Work(Scope("p" * 64, "s" * 64, "i" * 64), 10**18, 9_999)
     assert len(new_id(work, "delivered").encode()) < 200

@@ -668,7 +668,7 @@ def in_partitions(server: Any, pages: int) -> tuple[Rig, PostgresHands, Offsets,
 
 
 def test_a_large_table_is_sampled_over_all_of_its_partitions(postgres: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delivered.connectors.postgres import position as positions
+    from delivered.connectors.postgres import read as positions
 
     sizes = {"HASHED_BYTES_MAX": 0, "COUNTED_BYTES_MAX": 0, "SAMPLES": 6, "SAMPLE_PAGES": 1}
     for name, value in sizes.items():
@@ -706,7 +706,7 @@ def test_a_partition_attached_with_earlier_rows_is_reported(
     later, later_facts = position(rig), kept(rig, position(rig))
     hands.execute("ALTER TABLE {t} ATTACH PARTITION {t}_1 FOR VALUES IN ('x')")
     if not counted:
-        from delivered.connectors.postgres import position as positions
+        from delivered.connectors.postgres import read as positions
 
         monkeypatch.setattr(positions, "COUNTED_BYTES_MAX", 0)
     changes = rig.sink.scan().changes(later, later_facts)

@@ -16,7 +16,7 @@ from delivered.connectors.kafka import topics as kafka
 from delivered.connectors.kafka.options import SinkOptions
 from delivered.connectors.kafka.topics import Keys
 from delivered.connectors.mysql import store as mysql
-from delivered.connectors.postgres import committer as postgres
+from delivered.connectors.postgres import store as postgres
 from delivered.connectors.rocketmq.publish import producer_group
 from delivered.kits.options import queue_sink_name
 from delivered.kits.queue import SendingWriter

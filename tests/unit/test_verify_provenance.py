@@ -45,7 +45,7 @@ def code_of(service: str, sink: str, source: str = "") -> str:
         ("connectors/log/source.py", {(ENGINE, SQLITE), (SPARK, SQLITE), (ENGINE, KAFKA)}),
         ("clients/kafka/record_batch.c", {(ENGINE, SQLITE), (SPARK, SQLITE), (ENGINE, KAFKA)}),
         ("spark/writers.py", {(SPARK, SQLITE)}),
-        ("connectors/postgres/sink.py", set()),
+        ("connectors/postgres/writer.py", set()),
         ("cli/main.py", set()),
     ],
 )

@@ -21,7 +21,7 @@ from tests.support.catalogue.values import BY_NAME, KINDS, NAMES, Kind, canonica
 
 from delivered.connectors.outbox import CONNECTOR
 from delivered.connectors.outbox.slot import lsn_text
-from delivered.connectors.postgres.sink import TYPES
+from delivered.connectors.postgres import TYPES
 from delivered.model.errors import BadRecord, UsageError
 
 Statement = tuple[str, Any]

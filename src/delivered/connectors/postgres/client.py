@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.postgres.sink import PostgresOptions
-from delivered.connectors.postgres.target import migrate, version_of
+from delivered.connectors.postgres import PostgresOptions
+from delivered.connectors.postgres.target import find, migrate, read_definition, version_of
 from delivered.kits.sql.database import (
     CLAIM_WAIT_S,
     LEDGER_TABLES,
@@ -339,13 +339,9 @@ class PostgresDatabase(Server[psycopg.Connection[Any]]):
         return not connection.closed and connection.info.transaction_status == TransactionStatus.IDLE
 
     def definition(self, connection: psycopg.Connection[Any], *, columns: bool = False) -> Definition:
-        from delivered.connectors.postgres.target import read_definition
-
         return read_definition(connection, self.options, columns=columns)
 
     def table(self, connection: psycopg.Connection[Any]) -> str | None:
-        from delivered.connectors.postgres.target import find
-
         found = find(connection, self.options)
         return None if found is None else found[1]
 

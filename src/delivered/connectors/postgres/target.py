@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from delivered.connectors.postgres.sink import ENUM, TYPES, PostgresOptions
+from delivered.connectors.postgres import ENUM, TYPES, PostgresOptions
 from delivered.kits.sql.database import Definition, Server, create_statement, find_events, is_newest, quoted
 from delivered.kits.sql.merge import Merge, check_fits
 from delivered.kits.sql.table import (

@@ -1,4 +1,4 @@
-"""Executor side: one COPY and one transaction per shard, and the blocks that it sends."""
+"""Executor side: one COPY and one transaction per shard, the blocks that it sends, and rows that the server refuses."""
 
 from __future__ import annotations
 
@@ -12,19 +12,27 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.postgres import committer, target
-from delivered.connectors.postgres.client import PostgresDatabase, explained
-from delivered.connectors.postgres.sink import TYPES, PostgresOptions
+from delivered.connectors.postgres import TYPES, PostgresOptions, store, target
+from delivered.connectors.postgres.client import PostgresDatabase, about_a_row, explained
 from delivered.connectors.postgres.target import Target, migrate
 from delivered.kits.sql.database import Definition, give, quoted, take
 from delivered.kits.sql.merge import ORDER, ROUND, check_count, check_rows
 from delivered.kits.sql.sink import Names, PreparedRows, ShardWriter, delete, new_nonce, write_marker
-from delivered.kits.sql.table import Mechanism, add_number, check_widths
+from delivered.kits.sql.table import (
+    LONG_BYTES,
+    Mechanism,
+    add_number,
+    bytes_of,
+    check_widths,
+    find_refused,
+    find_too_long,
+    stored_columns,
+)
 from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
-from delivered.model.ranges import fitted
+from delivered.model.ranges import first_of, fitted
 from delivered.model.work import Promise
 
 if TYPE_CHECKING:
@@ -54,7 +62,7 @@ class CopyWriter(ShardWriter):
         """Args: left: what earlier writers of this task may have left at the server."""
         self._options = options
         self._left = left
-        self._staging = committer.PostgresStaging(options, PostgresDatabase(options))
+        self._staging = store.PostgresStaging(options, PostgresDatabase(options))
         self._server = self._staging.server
         self._work = work
         self._exactly_once = guarantee is Guarantee.EXACTLY_ONCE
@@ -142,13 +150,13 @@ class CopyWriter(ShardWriter):
         migrate(connection, self._options.ledger_schema)
         for rows in self._left:
             if rows.gid:
-                committer.end(connection, rows.gid, commit=False)
+                store.end(connection, rows.gid, commit=False)
             if rows.staged:
                 self._staging.drop(connection, rows.staged)
         if self._exactly_once and not self._moved_later:
-            committer.slots(connection, self._options)  # fail before the first row, not after the last
+            store.slots(connection, self._options)  # fail before the first row, not after the last
             if self._merges:
-                committer.give_up_earlier(connection, self._work, self._options)
+                store.give_up_earlier(connection, self._work, self._options)
         self._target = target.ready(connection, self._options, self._schema)
         self._number = target.batch_number(connection, self._server, self._options, self._work)
         connection.execute("BEGIN")
@@ -184,7 +192,7 @@ class CopyWriter(ShardWriter):
     def _prepare(self, connection: psycopg.Connection[Any], fingerprint: Fingerprint) -> str:
         from psycopg import sql
 
-        self._gid = gid = committer.new_id(self._work, self._options.ledger_schema)
+        self._gid = gid = store.new_id(self._work, self._options.ledger_schema)
         write_marker(connection, self._server.dialect, self._work, gid, fingerprint)
         connection.execute(sql.SQL("PREPARE TRANSACTION {}").format(sql.Literal(gid)))
         return gid
@@ -260,7 +268,7 @@ def blocks(batch: pa.RecordBatch, kinds: Sequence[str]) -> Iterator[memoryview]:
     """Rows of `batch` as COPY data, without header and trailer, in bounded blocks.
 
     Args:
-        kinds: PostgreSQL type of each column, as allowed by `fits` in types.py.
+        kinds: PostgreSQL type of each column, as `PostgresTypes.fitting` allows.
     """
     size = batch.nbytes
     rows = BLOCK_ROWS if size <= BLOCK_BYTES else max(1, min(BLOCK_ROWS, batch.num_rows * BLOCK_BYTES // size))
@@ -420,3 +428,153 @@ def _divide(limbs: list[npt.NDArray[np.int64]], divisor: int) -> npt.NDArray[np.
         value = (rest << 32) | limb
         limbs[i], rest = np.divmod(value, divisor)
     return rest
+
+
+# Rows that PostgreSQL itself refuses: its parsers of JSON, enums, domains, and its indexes.
+
+_WIDE = 400
+"""Columns of which a row may exceed a page of 8,160 bytes, even if each is stored elsewhere."""
+
+
+def refused_rows(
+    connection: psycopg.Connection[Any], options: PostgresOptions, batch: pa.RecordBatch
+) -> pa.Array | None:
+    """See `delivered.contract.sink.Sink.refused_rows`. Outside a transaction.
+
+    Creates the table first if the options request it. Loads suspicious rows into an empty table like the target, with
+    its indexes but without its constraints, in a transaction that is rolled back: no row of the target is locked, and
+    rows of other shards do not conflict.
+
+    Raises:
+        UsageError, psycopg.Error: the table cannot take rows of this schema at all.
+    """
+    schema = TYPES.plain_schema(batch.schema)
+    batch, found = fitted(batch, schema), target.find(connection, options)
+    if found is None and not options.create:
+        return None
+    migrate(connection, options.ledger_schema)
+    ready = target.ready(connection, options, schema)
+    found = found or target.find(connection, options)
+    if found is None:
+        return None
+    relation = found[0]
+    reasons = find_too_long(batch, ready.widths, "characters")
+    names = stored_columns(options.write, schema).names
+    indexes = _indexes(connection, relation)
+    suspects = _suspects(batch, names, indexes, _parses(connection, relation, names))
+    if reasons is not None:
+        suspects = pc.and_(suspects, pc.is_null(reasons))
+    if not pc.any(suspects).as_py():
+        return reasons
+    kinds = [kind for name, kind in zip(batch.schema.names, ready.kinds, strict=False) if name in names]
+    connection.execute("BEGIN")
+    try:
+        copy = _Copy(connection, options, relation, ready.name, tuple(names), tuple(kinds), indexes)
+        return first_of(reasons, find_refused(batch.select(names), suspects, copy.load))
+    finally:
+        connection.execute("ROLLBACK")
+
+
+@dataclass(frozen=True)
+class _Index:
+    """
+    Attributes:
+        body: its definition, from USING on.
+        columns: those that it holds; None: expressions or a condition may use any.
+    """
+
+    name: str
+    body: str
+    columns: frozenset[str] | None
+
+
+class _Copy:
+    """An empty table like the target, inside the open transaction."""
+
+    def __init__(
+        self,
+        connection: psycopg.Connection[Any],
+        options: PostgresOptions,
+        relation: int,
+        like: str,
+        names: Sequence[str],
+        kinds: Sequence[str],
+        indexes: Sequence[_Index],
+    ) -> None:
+        self._connection, self._kinds, own = connection, kinds, f"try_{new_nonce()}"
+        schema = quoted(options.ledger_schema)
+        self._shown = {own: options.table_text}
+        table = f"{schema}.{quoted(own)}"
+        connection.execute(f"CREATE TABLE {table} (LIKE {like} INCLUDING GENERATED) WITH (autovacuum_enabled = false)")
+        bound = connection.execute(
+            "SELECT attname FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND attnotnull AND NOT attisdropped",
+            [relation],
+        ).fetchall()
+        if bound:  # constraints are not tried: another option is about them
+            free = ", ".join(f"ALTER COLUMN {quoted(name)} DROP NOT NULL" for (name,) in bound)
+            connection.execute(f"ALTER TABLE {table} {free}")
+        for i, index in enumerate(indexes):
+            name = f"{own}_i{i}"
+            self._shown = {name: index.name, **self._shown}
+            connection.execute(f"CREATE INDEX {quoted(name)} ON {table} {index.body}")
+        self._statement = f"COPY {table} ({', '.join(map(quoted, names))}) FROM STDIN (FORMAT binary)"
+
+    def load(self, rows: pa.RecordBatch) -> str | None:
+        """Why a row was refused. Raises psycopg.Error if it was not about a row."""
+        import psycopg
+
+        why = None
+        self._connection.execute("SAVEPOINT row")
+        try:
+            with self._connection.cursor().copy(self._statement) as copy:
+                copy.write(HEADER)
+                for block in blocks(rows, self._kinds):
+                    copy.write(block)
+                copy.write(TRAILER)
+        except psycopg.Error as error:
+            why = about_a_row(error)
+            if why is None:
+                raise
+        self._connection.execute("ROLLBACK TO SAVEPOINT row")
+        for own, shown in self._shown.items():
+            why = why and why.replace(own, shown)
+        return why
+
+
+def _indexes(connection: psycopg.Connection[Any], relation: int) -> list[_Index]:
+    """Those of the table and its partitions, each definition once."""
+    rows = connection.execute(
+        """SELECT c.relname, m.amname, pg_get_indexdef(c.oid), i.indexprs IS NULL AND i.indpred IS NULL,
+                  (SELECT array_agg(a.attname::text) FROM pg_attribute a
+                   WHERE a.attrelid = i.indrelid AND a.attnum = ANY(i.indkey::int2[]))
+           FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid JOIN pg_am m ON m.oid = c.relam
+           WHERE i.indislive AND (i.indrelid = %s OR i.indrelid IN (SELECT relid FROM pg_partition_tree(%s::oid)))
+           ORDER BY i.indrelid <> %s, c.relname""",
+        [relation, relation, relation],
+    ).fetchall()
+    found: dict[str, _Index] = {}
+    for name, method, definition, plain, columns in rows:
+        body = definition[definition.index(f" USING {method} (") + 1 :]
+        found.setdefault(body, _Index(name, body, frozenset(columns or ()) if plain else None))
+    return list(found.values())
+
+
+def _parses(connection: psycopg.Connection[Any], relation: int, names: Sequence[str]) -> bool:
+    """Whether the server parses a column of the rows, or computes one from them."""
+    row = connection.execute(
+        """SELECT 1 FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid
+           WHERE a.attrelid = %s AND NOT a.attisdropped AND a.attnum > 0 AND (a.attgenerated <> '' OR
+             a.attname = ANY(%s) AND (t.typtype IN ('d', 'e') OR t.typname IN ('json', 'jsonb'))) LIMIT 1""",
+        [relation, list(names)],
+    ).fetchone()
+    return row is not None
+
+
+def _suspects(batch: pa.RecordBatch, names: Sequence[str], indexes: Sequence[_Index], parses: bool) -> pa.Array:
+    if parses or len(names) > _WIDE or any(i.columns is None for i in indexes):
+        return pa.repeat(True, batch.num_rows)
+    suspects = pa.repeat(False, batch.num_rows)
+    for index in indexes:
+        held = [n for n in names if index.columns is not None and n in index.columns]
+        suspects = pc.or_(suspects, pc.greater(bytes_of(batch, held), LONG_BYTES))
+    return suspects

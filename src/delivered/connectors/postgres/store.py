@@ -13,9 +13,8 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.postgres import target
+from delivered.connectors.postgres import PostgresOptions, target
 from delivered.connectors.postgres.client import PostgresDatabase
-from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.connectors.postgres.target import find
 from delivered.contract.sink import OpenTransaction
 from delivered.kits.sql.database import quoted
