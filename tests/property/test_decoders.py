@@ -21,10 +21,9 @@ from kafka.record.util import calc_crc32c
 from delivered.clients.kafka.channel import NoAnswer
 from delivered.connectors.kafka import topics
 from delivered.connectors.outbox import CONNECTOR as OUTBOX
-from delivered.connectors.outbox.changes import ADDED, Changes, Layout
-from delivered.connectors.outbox.events import Events, Reader
 from delivered.connectors.outbox.pgoutput import Begin, Change, Op, Relation
 from delivered.connectors.outbox.pgoutput import Decoder as Pgoutput
+from delivered.connectors.outbox.rows import ADDED, Changes, Events, Layout, Reader
 from delivered.connectors.pulsar import fields
 from delivered.connectors.pulsar.client import Registered as OfPulsar
 from delivered.connectors.pulsar.columns import Values

@@ -1,4 +1,4 @@
-"""A logical replication slot, its publication and its server, by SQL: checks, creation, reads, and its one move.
+"""A logical replication slot, its publication, table and server, by SQL: checks, creation, reads, and its one move.
 
 A peek consumes nothing: it decodes from the slot's confirmed position on. A transaction belongs to the range in which
 its commit record begins, so a range gives the same rows whenever it is read, until the slot has been advanced past it.
@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from delivered.connectors.outbox import OWNER, OutboxOptions
 from delivered.connectors.outbox.client import connect, explaining, replication, sqlstate
 from delivered.connectors.outbox.pgoutput import Begin, Change, Decoder, Op, Relation, Row
 from delivered.connectors.outbox.positions import Positions
-from delivered.connectors.outbox.shape import check_identity
 from delivered.contract.source import Offsets
 from delivered.model import patience
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, UsageError
@@ -172,6 +171,136 @@ def check_publication(now: State, options: OutboxOptions) -> None:
 def missing_columns(now: State) -> list[str]:
     """Columns of the table that its changes come without."""
     return [column for column in now.columns if column not in now.carried]
+
+
+# Whether PostgreSQL's log can identify the rows of a table, and of each partition, that a change stream publishes.
+
+_TABLES = """
+SELECT c.oid::regclass::text,
+       c.relkind = 'p',
+       c.relreplident::text,
+       CASE WHEN c.relkind = 'f' THEN 'foreign' WHEN c.relpersistence <> 'p' THEN 'unlogged' END,
+       ARRAY(SELECT a.attname::text FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid
+             AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
+             WHERE i.indrelid = c.oid AND i.indisprimary ORDER BY a.attname),
+       EXISTS (SELECT FROM pg_index WHERE indrelid = c.oid AND indisprimary AND indimmediate AND indisvalid),
+       EXISTS (SELECT FROM pg_index i JOIN pg_index k ON k.indrelid = c.oid AND k.indisprimary
+               WHERE i.indrelid = c.oid AND i.indisreplident AND i.indisvalid
+               AND (k.indkey::int2[])[0:k.indnkeyatts - 1] <@ (i.indkey::int2[])[0:i.indnkeyatts - 1])
+FROM pg_class c
+WHERE c.oid = to_regclass(%(table)s) AND c.relkind IN ('r', 'p')
+   OR c.oid IN (SELECT relid FROM pg_partition_tree(to_regclass(%(table)s))
+    WHERE isleaf AND relid <> to_regclass(%(table)s))
+ORDER BY c.oid <> to_regclass(%(table)s), 1
+"""
+"""The table first, then its partitions that have rows."""
+
+
+def check_identity(connection: psycopg.Connection[Any], options: OutboxOptions, *, published: bool = False) -> None:
+    """Check it before a publication is made: publishing updates that the log cannot identify makes the application's
+    own UPDATE and DELETE fail. And again later: keys and identities are dropped and altered.
+
+    Args:
+        published: the publication is there.
+
+    Raises:
+        Refused: names the table or partition, and what it lacks.
+    """
+    keys, tables = _described(connection, options)
+    for name, has_no_rows, *facts in tables:
+        lacks = None if has_no_rows else _lacks(keys, *facts)
+        if lacks is not None:
+            of = "" if name == options.table else f" (of {options.table})"
+            raise Refused(
+                "OUTBOX_IDENTITY.PUBLISHED" if published else "OUTBOX_IDENTITY.UNPUBLISHED",
+                name=name,
+                of_table=of,
+                reason=lacks[0],
+                statement=lacks[1].format(name),
+            )
+
+
+def find_keys(connection: psycopg.Connection[Any], options: OutboxOptions) -> tuple[str, ...]:
+    """Columns of the primary key: the table's, else that which its partitions have; none: there is none."""
+    return tuple(_described(connection, options)[0])
+
+
+def _described(connection: psycopg.Connection[Any], options: OutboxOptions) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """The key, and the rows of `_TABLES`."""
+    tables = connection.execute(_TABLES, {"table": quoted("postgres", options.table)}).fetchall()
+    return next((key for _, _, _, _, key, *_ in tables if key), []), tables
+
+
+def _lacks(
+    keys: list[str], identity: str, unlogged: str | None, key: list[str], key_usable: bool, index_usable: bool
+) -> tuple[str, str] | None:
+    """What is missing, and how to add it; None: nothing."""
+    if unlogged is not None:
+        return (
+            f"is {'a foreign table' if unlogged == 'foreign' else 'not logged'}, and its changes are not in the log",
+            "ALTER TABLE {} SET LOGGED" if unlogged != "foreign" else "detach {}, or read it by other means",
+        )
+    if not key:
+        return "has no primary key, by which a sink finds the row of a change", "ALTER TABLE {} ADD PRIMARY KEY (...)"
+    if key != keys:
+        return (
+            f"has the primary key ({', '.join(key)}), where another one has ({', '.join(keys)}): a sink has one key",
+            f"give {{}} the primary key ({', '.join(keys)})",
+        )
+    if identity == "n":
+        return "has REPLICA IDENTITY NOTHING", "ALTER TABLE {} REPLICA IDENTITY DEFAULT"
+    if identity == "d" and not key_usable:
+        return (
+            "has a deferrable primary key, which is no replica identity",
+            "ALTER TABLE {} REPLICA IDENTITY FULL, or make its primary key NOT DEFERRABLE",
+        )
+    if identity == "i" and not index_usable:
+        return (
+            "has REPLICA IDENTITY USING INDEX, and that index lacks columns of the primary key, or was dropped",
+            "ALTER TABLE {} REPLICA IDENTITY DEFAULT",
+        )
+    return None
+
+
+# Partitions that a table got or lost: their rows come and go without a change in the log.
+
+_LEAVES = """
+SELECT relid::oid::bigint FROM pg_partition_tree(to_regclass(%s)) WHERE isleaf AND relid <> to_regclass(%s) ORDER BY 1
+"""
+_ATTACHED = """
+SELECT oid::regclass::text, age, command FROM pg_class c, LATERAL (
+  SELECT age(i.xmin), i.cmin::text::bigint AS command FROM pg_inherits i
+  WHERE i.inhrelid IN (SELECT pg_partition_ancestors(c.oid)) ORDER BY 1, 2 DESC LIMIT 1) AS last
+WHERE c.oid = %s
+"""
+
+
+def leaves(connection: psycopg.Connection[Any], options: OutboxOptions) -> list[int]:
+    """Oids of the partitions that have rows; none: the table is not partitioned."""
+    name = quoted("postgres", options.table)
+    return [oid for (oid,) in connection.execute(_LEAVES, [name, name]).fetchall()]
+
+
+def partition_differences(connection: psycopg.Connection[Any], known: Sequence[int], now: Sequence[int]) -> list[str]:
+    """What brought or took rows, in words. A new partition that was empty when it became one is no difference."""
+    texts = []
+    for oid in sorted(set(known) - set(now)):
+        row = connection.execute("SELECT oid::regclass::text FROM pg_class WHERE oid = %s", [oid]).fetchone()
+        texts.append(f"the partition {row[0]} was detached" if row else f"a partition (oid {oid}) was dropped")
+    for oid in sorted(set(now) - set(known)):
+        row = connection.execute(_ATTACHED, [oid]).fetchone()
+        if row is not None and _brought(connection, *row):
+            texts.append(f"the partition {row[0]} was attached with rows")
+    return texts
+
+
+def _brought(connection: psycopg.Connection[Any], name: str, age: int, command: int) -> bool:
+    """Whether it has rows that were written before it was attached."""
+    row = connection.execute(
+        f"SELECT EXISTS (SELECT FROM ONLY {name} WHERE age(xmin) > %s OR age(xmin) = %s AND cmin::text::bigint < %s)",
+        [age, age, command],
+    ).fetchone()
+    return bool(row is None or row[0])
 
 
 # A logical replication slot and its publication, by SQL: checks, creation.

@@ -17,13 +17,22 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import pyarrow as pa
 import tenacity
 
-from delivered.connectors.outbox import EARLIEST, LATEST, OutboxOptions, changes, events, shape, slot
-from delivered.connectors.outbox.changes import CHANGE, MESSAGE, Layout, Shapes, layout
+from delivered.connectors.outbox import EARLIEST, LATEST, OutboxOptions, slot
 from delivered.connectors.outbox.client import connect, explaining, sqlstate, transaction
-from delivered.connectors.outbox.events import Reader
 from delivered.connectors.outbox.positions import DELETED_MAX, NUMBERED_MAX, Positions
-from delivered.connectors.outbox.shape import check_identity
-from delivered.connectors.outbox.slot import missing_columns
+from delivered.connectors.outbox.rows import (
+    CHANGE,
+    COLUMNS,
+    MESSAGE,
+    Events,
+    Layout,
+    Reader,
+    Shapes,
+    change_batches,
+    layout,
+    restore_changes,
+)
+from delivered.connectors.outbox.slot import check_identity, missing_columns
 from delivered.contract.source import Address, Finding, Offsets, Retained, Slice, Source, SourceDriver
 from delivered.model import patience
 from delivered.model.capability import SourceCapability
@@ -115,18 +124,18 @@ class OutboxSource(Source):
             return replace(self, layout=layout(connection, self.options))
 
     def schema(self) -> pa.Schema:
-        return events.COLUMNS if self.options.changes is None else self._layout().columns
+        return COLUMNS if self.options.changes is None else self._layout().columns
 
     def raw_schema(self) -> pa.Schema:
         if self.options.changes is None:
-            return events.COLUMNS.append(MESSAGE)
+            return COLUMNS.append(MESSAGE)
         return self._layout().columns.append(CHANGE)
 
     def decoded(self, raw: pa.RecordBatch) -> Rows:
         if self.options.changes is None:
-            decoded = list(events.Events(self.options, rejects=True).restored(raw))
+            decoded = list(Events(self.options, rejects=True).restored(raw))
         else:
-            decoded = list(changes.restored(self.options, self._layout(), raw))
+            decoded = list(restore_changes(self.options, self._layout(), raw))
         return Rows(pa.concat_batches([rows.good for rows in decoded]), [r for rows in decoded for r in rows.rejected])
 
     def _layout(self) -> Layout:
@@ -157,7 +166,7 @@ class OutboxSource(Source):
             tables, full = slot.tables(start), self if self.layout is not None else self.planned()
             found = (one for one in slot.peek(self.options, start, end) if one[2].relation.oid in tables)
             if full.layout is not None:
-                yield from changes.batches(self.options, full.layout, found, start.get("truncated"), rejects=rejects)
+                yield from change_batches(self.options, full.layout, found, start.get("truncated"), rejects=rejects)
         else:
             yield from self._logged(start, end, rejects)
 
@@ -168,10 +177,10 @@ class OutboxSource(Source):
                 rows = positions.rows(caller, start["number"], end)
             else:
                 rows = positions.history(caller, start["lsn"], end)
-            yield from events.Events(self.options, rejects=rejects).batches(rows)
+            yield from Events(self.options, rejects=rejects).batches(rows)
 
     def _logged(self, start: dict[str, Any], end: int, rejects: bool) -> Iterator[Rows]:
-        found, reader = events.Events(self.options, rejects=rejects), events.Reader(self.options)
+        found, reader = Events(self.options, rejects=rejects), Reader(self.options)
         for begin, relation, row in slot.inserts(self.options, start, end):
             found.add(begin.lsn, begin.time_us, reader.read(relation, row))
             if found.full:
@@ -495,7 +504,7 @@ class WalDriver(SourceDriver):
         """To read the log from `at` on. It has rows as a partition's if they were written while the publication did not
         publish partitions as the table.
         """
-        leaves = self._run(lambda c: shape.leaves(c, self._options))
+        leaves = self._run(lambda c: slot.leaves(c, self._options))
         return {**offsets, "lsn": at, "leaves": leaves}
 
     def _run(self, work: Callable[[Any], T]) -> T:

@@ -1,10 +1,8 @@
-"""A table's changes as rows: its columns, and three that say what happened; batches are cut where the table changed.
-
-The columns are those of the rows that the log has next, else those of the table.
-"""
+"""What the source reads, as rows: messages of an outbox, and a table's changes, cut where the table changed."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.outbox import NEW, OWNER, OutboxOptions, shape, slot
-from delivered.connectors.outbox.pgoutput import UNCHANGED, Begin, Change, Op, Relation, Row, Value
-from delivered.connectors.outbox.shape import Shape, check_identity, find_keys
-from delivered.connectors.outbox.slot import State, check_slot, lsn_text, state
+from delivered.connectors.outbox import NEW, OWNER, ROUTE, OutboxOptions, slot
+from delivered.connectors.outbox.pgoutput import BYTEA, UNCHANGED, Begin, Change, Op, Relation, Row, Value, unhexed
+from delivered.connectors.outbox.positions import text
+from delivered.connectors.outbox.slot import State, check_identity, check_slot, find_keys, lsn_text, state
 from delivered.contract.source import Offsets
 from delivered.kits.sql.database import days, micros
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, UsageError
 from delivered.model.rows import Origin, Rejection, Rows
 from delivered.patterns.caller import quoted
+from delivered.source import COLUMNS as OF_MESSAGES
+from delivered.source import HEADERS, TIMESTAMP, id_bytes, id_text
 
 if TYPE_CHECKING:
     import psycopg
@@ -46,12 +46,206 @@ def reject_change(
     )
 
 
+# Rows of an outbox as messages, routed as by Debezium's outbox event router.
+
+COLUMNS = pa.schema([f for f in OF_MESSAGES if f.name != "partition"]).append(HEADERS)
+"""No partition, so that a sink chooses it by the key. offset: where the commit record begins, or the row's number.
+timestamp: of the commit; null if polled."""
+BYTES_MAX = 16 << 20
+MESSAGES_MAX = 16_384
+Message = Sequence[bytes | None]
+"""Id, aggregate type, aggregate id, type, payload: as they are if they are bytes; else as the database writes them."""
+
+
+class Events:
+    """Collects messages; an id that comes twice in one slice is refused.
+
+    Args:
+        options: with the route, and whether payloads must be JSON.
+        rejects: a message that cannot be delivered does not end the read; it is rejected.
+    """
+
+    def __init__(self, options: OutboxOptions, *, rejects: bool) -> None:
+        self._options = options
+        self._rejects = rejects
+        self._seen: set[bytes] = set()
+        self._topics: dict[bytes | None, str | None] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._bytes = 0
+        self._keys: list[bytes | None] = []
+        self._values: list[bytes | None] = []
+        self._topic: list[str | None] = []
+        self._offsets: list[int] = []
+        self._times: list[int | None] = []
+        self._headers: list[list[tuple[str, bytes]]] = []
+        self._rejected: list[Rejection] = []
+
+    @property
+    def empty(self) -> bool:
+        return not self._keys and not self._rejected
+
+    @property
+    def full(self) -> bool:
+        return len(self._keys) + len(self._rejected) >= MESSAGES_MAX or self._bytes >= BYTES_MAX
+
+    def add(self, offset: int, time_us: int | None, message: Message) -> None:
+        """
+        Raises:
+            BadRecord: the id is null or came before, the aggregate type is no text, or the payload is not JSON; and it
+                is not rejected.
+        """
+        id_, kind, key, type_, payload = message
+        self._bytes += 100 + len(payload or b"")
+        try:
+            known = self._checked(id_, kind, key, payload)
+        except BadRecord as error:
+            if not self._rejects:
+                raise
+            named = dict(zip(MESSAGE.type.names, message, strict=True))
+            record = {"key": key, "value": payload, "timestamp": time_us, MESSAGE.name: named}
+            self._rejected.append(Rejection(Origin.SOURCE, error.message, record, offset=offset))
+            return
+        self._keys.append(key)
+        self._values.append(payload)
+        self._topic.append(self._topics[kind])
+        self._offsets.append(offset)
+        self._times.append(time_us)
+        self._headers.append([("id", known), *([("type", type_)] if type_ is not None else [])])
+
+    def _checked(self, id_: bytes | None, kind: bytes | None, key: bytes | None, payload: bytes | None) -> bytes:
+        """The id."""
+        if id_ is None or id_ in self._seen:
+            name = self._options.columns[0]
+            raise BadRecord(
+                "OUTBOX_ID.NULL_OR_TWICE",
+                outbox=self._options.outbox,
+                rows=f"a row whose {name} is null" if id_ is None else f"two rows with {name} {text(id_)}",
+                kind=text(kind),
+                key=text(key),
+                name=name,
+            )
+        self._seen.add(id_)
+        if self._options.json and payload is not None:
+            self._check_json(id_, payload)
+        if kind not in self._topics:
+            self._topics[kind] = self._routed(id_, kind)
+        return id_
+
+    def _routed(self, id_: bytes, kind: bytes | None) -> str | None:
+        """None: the row names no aggregate type to route by; the sink decides what happens to it."""
+        if ROUTE not in self._options.topic:
+            return self._options.topic
+        try:
+            return None if kind is None else self._options.topic.replace(ROUTE, kind.decode())
+        except UnicodeDecodeError as error:
+            name = self._options.columns[1]
+            raise BadRecord(
+                "OUTBOX_TOPIC", id=text(id_), outbox=self._options.outbox, name=name, kind=kind, error=error
+            ) from None
+
+    def take(self) -> Rows:
+        """All messages since the last call."""
+        times = self._times
+        arrays = [
+            pa.array(self._keys, pa.binary()),
+            pa.array(self._values, pa.binary()),
+            pa.array(self._topic, pa.string()),
+            pa.array(self._offsets, pa.int64()),
+            pa.array(times, pa.int64()).cast(TIMESTAMP),
+            pa.array([-1 if t is None else 1 for t in times], pa.int32()),
+            pa.array(self._headers, HEADERS.type),
+        ]
+        rows = Rows(pa.RecordBatch.from_arrays(arrays, schema=COLUMNS), self._rejected)
+        self._clear()
+        return rows
+
+    def restored(self, raw: pa.RecordBatch) -> Iterator[Rows]:
+        """Dead letters, in `COLUMNS` and MESSAGE, one by one."""
+        for at in range(raw.num_rows):
+            row = raw.slice(at, 1)
+            message = row.column(MESSAGE.name)[0].as_py()
+            if message is None:
+                yield Rows(row.select(COLUMNS.names))
+                continue
+            offset, time_us = (row.column(n).cast(pa.int64())[0].as_py() for n in ("offset", "timestamp"))
+            self.add(offset, time_us, [message[n] for n in MESSAGE.type.names])
+            yield self.take()
+
+    def _check_json(self, id_: bytes, payload: bytes) -> None:
+        try:
+            json.loads(payload)
+        except (ValueError, RecursionError) as error:
+            raise BadRecord(
+                "OUTBOX_PAYLOAD.ROW", id=text(id_), outbox=self._options.outbox, payload=payload[:200], error=error
+            ) from None
+
+    def batches(self, rows: Iterator[Sequence[tuple[Any, ...]]]) -> Iterator[Rows]:
+        """Rows as the client returns them: number, id, aggregate type, aggregate id, type, payload."""
+        for some in rows:
+            for number, *message in some:
+                self.add(int(number), None, [_bytes(value) for value in message])
+                if self.full:
+                    yield self.take()
+        if not self.empty:
+            yield self.take()
+
+
+class Reader:
+    """Reads the columns of an outbox from decoded rows, by name: columns may be added and dropped."""
+
+    def __init__(self, options: OutboxOptions) -> None:
+        self._options = options
+        self._at: dict[Relation, list[tuple[int, bool]]] = {}
+
+    def read(self, relation: Relation, row: Row) -> Message:
+        known = self._at.get(relation)
+        if known is None:
+            known = self._at[relation] = self._places(relation)
+        return [_value(row[at], is_bytes) for at, is_bytes in known]
+
+    def id_of(self, relation: Relation, row: Row) -> bytes | str | None:
+        """As a parameter of a statement: bytes for bytea, otherwise PostgreSQL's text."""
+        id_ = self.read(relation, row)[0]
+        return id_ if self._at[relation][0][1] else id_text(id_)
+
+    def _places(self, relation: Relation) -> list[tuple[int, bool]]:
+        """Where each column is, and whether it is bytea. A renamed column has its former name in older rows."""
+        places = []
+        for names in self._options.names:
+            at = next((relation.columns.index(name) for name in names if name in relation.columns), None)
+            if at is None:
+                raise BadRecord(
+                    "OUTBOX_COLUMN",
+                    outbox=self._options.outbox,
+                    names=" or ".join(names),
+                    columns=", ".join(relation.columns),
+                    first_name=names[0],
+                )
+            places.append((at, relation.types[at] == BYTEA))
+        return places
+
+
+def _value(value: Value, is_bytes: bool) -> bytes | None:
+    if isinstance(value, bytes):
+        return unhexed(value) if is_bytes else value
+    if value is UNCHANGED:
+        raise InvariantBroken("PGOUTPUT.NO_VALUE")
+    return None
+
+
+def _bytes(value: Any) -> bytes | None:
+    if value is None or isinstance(value, bytes):
+        return value
+    return bytes(value) if isinstance(value, memoryview | bytearray) else id_bytes(str(value))
+
+
 # A table's changes as rows: its columns, and three that say what happened.
 #
 # A sink that upserts takes them with keyColumns, versionColumn `_lsn` and deleteColumn `_deleted`.
 
-_ROWS_MAX = 8_192
-_BYTES_MAX = 16 << 20
+CHANGES_MAX = 8_192
 
 
 class Changes:
@@ -85,7 +279,7 @@ class Changes:
 
     @property
     def full(self) -> bool:
-        return len(self._rows) >= _ROWS_MAX or self._bytes >= _BYTES_MAX
+        return len(self._rows) >= CHANGES_MAX or self._bytes >= BYTES_MAX
 
     def add(self, position: int, change: Change) -> None:
         """Raises BadRecord: the change cannot be given as rows."""
@@ -250,7 +444,7 @@ def _array(kind: pa.DataType, values: Sequence[bytes | None]) -> pa.Array:
         raise
 
 
-def batches(
+def change_batches(
     options: OutboxOptions,
     layout: Layout,
     changes_: Iterator[tuple[Begin, int, Change]],
@@ -274,7 +468,7 @@ def batches(
         yield changes.take()
 
 
-def restored(options: OutboxOptions, layout: Layout, raw: pa.RecordBatch) -> Iterator[Rows]:
+def restore_changes(options: OutboxOptions, layout: Layout, raw: pa.RecordBatch) -> Iterator[Rows]:
     """Dead letters, in the columns of `layout` and CHANGE, one by one. Raises ValueError."""
     for at in range(raw.num_rows):
         row = raw.slice(at, 1)
@@ -304,7 +498,7 @@ class Shapes:
         self._options = options
         self._run = run
 
-    def check_catalogue(self, start: Offsets, state: slot.State) -> Offsets:
+    def check_catalogue(self, start: Offsets, state: State) -> Offsets:
         """What changed with the table and is not in the log. Returns what the offsets of the next batch keep of it; the
         shape stays until rows have another one.
 
@@ -314,17 +508,17 @@ class Shapes:
         """
         options = self._options
         self._run(lambda c: check_identity(c, options, published=True))
-        now, known = self._run(lambda c: shape.leaves(c, options)), start.get("#partitions")
+        now, known = self._run(lambda c: slot.leaves(c, options)), start.get("#partitions")
         if known is not None and known != now:
-            found, at = self._run(lambda c: shape.partition_differences(c, known, now)), int(start["lsn"])
+            found, at = self._run(lambda c: slot.partition_differences(c, known, now)), int(start["lsn"])
             if found and not self._accepted(found, at):
                 raise InvariantBroken(
-                    "OUTBOX_PARTITIONS", change=self._said(found), position=slot.lsn_text(at), resume=_on(at)
+                    "OUTBOX_PARTITIONS", change=self._said(found), position=lsn_text(at), resume=_on(at)
                 )
         kept = {"#shape": start["#shape"]} if "#shape" in start else {}
         return kept | ({"#partitions": now} if now or known else {}) | {"#columns": self._columns(start, state)}
 
-    def _columns(self, start: Offsets, state: slot.State) -> list[list[Any]]:
+    def _columns(self, start: Offsets, state: State) -> list[list[Any]]:
         """Name and number of each; the log does not say that one of them was dropped and added again in between."""
         now = [[name, number] for name, number in zip(state.columns, state.numbers, strict=True)]
         known = dict(start.get("#columns", ()))
@@ -343,13 +537,13 @@ class Shapes:
             BadRecord: the table is truncated first.
         """
         options, at = self._options, int(start["lsn"])
-        known = shape.restored(start.get("#shape"))
+        known = parse_shape(start.get("#shape"))
         for one in self._seen(start["#table"], end):
             before = one.before if one.before is not None and one.before > at else None
             if one.truncates and options.accepts(one.at):
                 continue
             if not one.truncates:
-                new = shape.build_shape(one.relation)
+                new = build_shape(one.relation)
                 if known is None or new == known or self._extends(known, new):
                     known = new
                     continue
@@ -378,24 +572,24 @@ class Shapes:
         return seen
 
     def _extends(self, known: Shape, new: Shape) -> bool:
-        if not shape.added(known, new):
+        if not added_columns(known, new):
             return False
-        _, defaults = self._run(lambda c: table_shape(c, self._options, slot.state(c, self._options)))
+        _, defaults = self._run(lambda c: table_shape(c, self._options, state(c, self._options)))
         return is_extended(known, new, defaults)
 
     def _accept(self, known: Shape, new: Shape, at: int) -> None:
-        if shape.added(new, known):
+        if added_columns(new, known):
             return  # columns were dropped: the rows come without them, which needs a restart
 
         def type_name(oid: int, modifier: int) -> str:
             return str(self._run(lambda c: c.execute("SELECT format_type(%s, %s)", [oid, modifier]).fetchone())[0])
 
-        self._refuse(shape.differences(known, new, type_name), at)
+        self._refuse(find_differences(known, new, type_name), at)
 
     def _refuse(self, differences: Sequence[str], at: int) -> None:
         if not self._accepted(differences, at):
             raise InvariantBroken(
-                "OUTBOX_SCHEMA", change=self._said(differences), position=slot.lsn_text(at), resume=_on(at)
+                "OUTBOX_SCHEMA", change=self._said(differences), position=lsn_text(at), resume=_on(at)
             )
 
     def _accepted(self, differences: Sequence[str], at: int) -> bool:
@@ -410,10 +604,69 @@ class Shapes:
 
 def _on(at: int) -> str:
     return (
-        f'write .option("schemaChange", "{slot.lsn_text(at)}"), with which the query goes on after this change, or '
+        f'write .option("schemaChange", "{lsn_text(at)}"), with which the query goes on after this change, or '
         '"new", which accepts every later one, too; nothing is skipped'
     )
 
+
+# The columns of a table as PostgreSQL's log gives them with its rows, and what differs between two of them.
+#
+# A row in the log has the columns that the table had when it was written, whatever the table has by now. So a batch of
+# a change stream has rows of one shape, except that columns may be added to it: a row from before has null there, as in
+# the table.
+
+Column = tuple[str, int, int, bool]
+"""Name, oid of its type, modifier of the type, and whether it belongs to the replica identity."""
+Shape = tuple[Column, ...]
+
+
+def build_shape(relation: Relation) -> Shape:
+    return tuple(zip(relation.columns, relation.types, relation.modifiers, relation.keys, strict=True))
+
+
+def parse_shape(value: Sequence[Sequence[Any]] | None) -> Shape | None:
+    """From offsets, as JSON; None: no row was read yet, or by a release that did not keep it."""
+    return None if value is None else tuple((str(n), int(t), int(m), bool(k)) for n, t, m, k in value)
+
+
+def column_names(shape: Shape) -> tuple[str, ...]:
+    return tuple(column[0] for column in shape)
+
+
+def added_columns(before: Shape, after: Shape) -> frozenset[str] | None:
+    """Columns that `after` has more, if nothing else differs; None: something does."""
+    more = frozenset(column_names(after)) - frozenset(column_names(before))
+    return more if tuple(c for c in after if c[0] not in more) == before else None
+
+
+def find_differences(before: Shape, after: Shape, type_name: Callable[[int, int], str]) -> list[str]:
+    """What changed, in words: "the column name was renamed to title".
+
+    Args:
+        type_name: oid and modifier of a type -> its name.
+    """
+    old, new = {c[0]: c for c in before}, {c[0]: c for c in after}
+    lost, more = [n for n in old if n not in new], [n for n in new if n not in old]
+    texts = []
+    for name in list(lost):
+        at = column_names(before).index(name)
+        if len(before) == len(after) and after[at][0] in more and after[at][1:3] == before[at][1:3]:
+            texts.append(f"the column {name} was renamed to {after[at][0]}")
+            lost.remove(name)
+            more.remove(after[at][0])
+    texts += [f"the column {name} was dropped" for name in lost]
+    texts += [f"the column {name} was added" for name in more]
+    for name in set(old) & set(new):
+        if old[name][1:3] != new[name][1:3]:
+            types = " to ".join(type_name(*c[1:3]) for c in (old[name], new[name]))
+            texts.append(f"the type of the column {name} changed from {types}")
+    identities = [", ".join(c[0] for c in shape if c[3]) or "nothing" for shape in (before, after)]
+    if identities[0] != identities[1] and {c[0] for c in before if c[3]} - set(lost) != {c[0] for c in after if c[3]}:
+        texts.append(f"the replica identity changed from {identities[0]} to {identities[1]}")
+    return texts or ["the order of the columns changed"]
+
+
+# The columns of a change stream.
 
 OP, DELETED, LSN = "_op", "_deleted", "_lsn"
 ADDED = (pa.field(OP, pa.string()), pa.field(DELETED, pa.bool_()), pa.field(LSN, pa.int64()))
@@ -477,7 +730,7 @@ def table_shape(
 
 def is_extended(before: Shape, after: Shape, defaults: frozenset[str]) -> bool:
     """Whether `after` has only more columns, which rows from before have null in."""
-    more = shape.added(before, after)
+    more = added_columns(before, after)
     return more is not None and not more & defaults
 
 
@@ -492,14 +745,14 @@ def _unread(
     found, optional = first[-1], frozenset[str]()
     # A table that was changed within one transaction: its rows have all columns, some of them null.
     for other in first[:-1]:
-        lost = tuple(c for c in other if c[0] not in shape.names(found))
-        optional |= frozenset(shape.names(found)) ^ frozenset(shape.names(other))
+        lost = tuple(c for c in other if c[0] not in column_names(found))
+        optional |= frozenset(column_names(found)) ^ frozenset(column_names(other))
         found += lost
     for one in [*(s for before, s in seen if before is not None), table]:
         base = found if one is not table else _plain(found)
         if not is_extended(base, one, defaults):
             break
-        optional |= shape.added(base, one) or frozenset()
+        optional |= added_columns(base, one) or frozenset()
         found = one
     return found, optional
 
@@ -521,7 +774,7 @@ def _seen(
         relations = slot.waiting(
             options, lambda count=count: slot.relations(connection, options, now.table, end, count)
         )
-        seen = [(s.before, shape.build_shape(s.relation)) for s in relations if not s.truncates]
+        seen = [(s.before, build_shape(s.relation)) for s in relations if not s.truncates]
         if seen and all(_plain(s) == table for _, s in seen):
             break
     if seen and all(before is not None for before, _ in seen):
@@ -531,7 +784,7 @@ def _seen(
 
 def _keys(connection: psycopg.Connection[Any], options: OutboxOptions, table: Shape, found: Shape) -> tuple[str, ...]:
     """Names of the primary key's columns in rows of the shape `found`; the table may have renamed them since."""
-    keys, now, then = find_keys(connection, options), shape.names(table), shape.names(found)
+    keys, now, then = find_keys(connection, options), column_names(table), column_names(found)
     if set(keys) <= set(then):
         return keys
     if set(keys) <= set(now) and [c[1] for c in table] == [c[1] for c in found]:
