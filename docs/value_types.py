@@ -13,7 +13,7 @@ import pyarrow as pa
 from delivered.connectors.delta.target import TYPES as DELTA
 from delivered.connectors.iceberg.target import TYPES as ICEBERG
 from delivered.connectors.iceberg.target import to_iceberg
-from delivered.connectors.mysql.target import TYPES as MYSQL
+from delivered.connectors.mysql import TYPES as MYSQL
 from delivered.connectors.postgres import TYPES as POSTGRES
 from delivered.connectors.sqlite.target import TYPES as SQLITE
 from delivered.kits.sql.table import Types

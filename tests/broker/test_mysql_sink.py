@@ -543,7 +543,7 @@ def test_p4_ledger_stays_small(mysql: Mysql) -> None:
 
 
 def test_reading_back_in_slices_of_the_key_and_without_one(mysql: Mysql, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delivered.connectors.mysql import sink as reading
+    from delivered.connectors.mysql import read as reading
 
     monkeypatch.setattr(reading, "SLICE_KEYS", 700)
     batch = pa.record_batch(

@@ -176,7 +176,7 @@ def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
     shards = [t.transactional_id.removeprefix(prefix).partition(":")[0] for t in listed]
     assert [*zip(shards, (t.state for t in listed), strict=True)] == [("0.0", "Prepared"), ("0.1", "Prepared")]
     assert all(0 <= t.age_s() < 60 for t in listed)
-    monkeypatch.setattr("delivered.connectors.mysql.sink.OPEN_TRANSACTION_OLD_S", 0.0)
+    monkeypatch.setattr("delivered.connectors.mysql.read.OPEN_TRANSACTION_OLD_S", 0.0)
     assert ("PREPARED_TRANSACTION_OLD", False) in [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)]
     before = len(prepared_ids(mysql))
     assert committer.abort_orphans(()) == Ok(2)

@@ -24,13 +24,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from delivered.connectors.mysql import MysqlOptions, client, target
 from delivered.connectors.mysql.client import (
     CONSTRAINTS,
     DEADLOCK,
+    ERRORS,
     LOCK_TIMEOUT,
+    Session,
     check_writable,
     connect,
     end_session,
@@ -53,9 +55,6 @@ from delivered.kits.sql.table import Mechanism
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.identity import Scope, Work
 from delivered.model.work import Prepared
-
-if TYPE_CHECKING:
-    from delivered.connectors.mysql.session import Session
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def ledger_dialect(schema: str) -> MysqlDialect:
 
 
 @dataclass(frozen=True)
-class MysqlDatabase(Server["Session"]):
+class MysqlDatabase(Server[Session]):
     """The user's database."""
 
     options: MysqlOptions
@@ -151,8 +150,6 @@ class MysqlDatabase(Server["Session"]):
         check_writable(connection, self.options)
 
     def errors(self) -> type[Exception]:
-        from delivered.connectors.mysql.session import ERRORS
-
         return ERRORS
 
     def explained(self, error: Exception) -> DeliveredError:
@@ -279,8 +276,6 @@ def list_transactions(session: Session, scope: Scope, options: MysqlOptions) -> 
 
     In MySQL, listing them is a right of its own, without which no pipeline prepares any (`check_allowed`).
     """
-    from delivered.connectors.mysql.session import ERRORS
-
     prefix = id_prefix(scope, options.ledger_schema)
     prepared = []
     try:
@@ -311,8 +306,6 @@ def end(session: Session, gid: str, commit: bool) -> bool:
     Raises:
         MySQLError: the server rejected it; 1397: the preparing session could not be killed.
     """
-    from delivered.connectors.mysql.session import ERRORS
-
     statement = f"XA {'COMMIT' if commit else 'ROLLBACK'} {xid(gid)}"
     for wait_s in (CLOSES_S, KILLED_S, 0.0):
         try:
@@ -371,8 +364,6 @@ def check_allowed(session: Session, options: MysqlOptions) -> None:
         Refused: the user may not list prepared transactions, or the server does not support them.
         MySQLError: the server rejected it.
     """
-    from delivered.connectors.mysql.session import ERRORS
-
     try:
         _prepared(session)
     except ERRORS as error:

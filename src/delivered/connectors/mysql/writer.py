@@ -10,15 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.mysql import MysqlOptions, client, store, target
-from delivered.connectors.mysql.client import migrate
-from delivered.connectors.mysql.target import TYPES
+from delivered.connectors.mysql import TYPES, MysqlOptions, client, store, target
+from delivered.connectors.mysql.client import ERRORS, Session, migrate
 from delivered.kits.sql.database import Definition, give, quoted, take
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.sql.sink import PreparedRows, ShardWriter, delete, new_nonce, write_marker
@@ -40,10 +38,6 @@ from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.patience import within
 from delivered.model.ranges import first_of, fitted
 from delivered.model.work import Promise
-
-if TYPE_CHECKING:
-    from delivered.connectors.mysql.session import Session
-
 
 BLOCK_ROWS = 16_384
 BLOCK_BYTES = 4 << 20
@@ -448,8 +442,6 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
     body += [f"CHECK ({clause})" for clause in valid]
     session.execute(f"CREATE TEMPORARY TABLE {table} ({', '.join(body)}) ENGINE = InnoDB")
     into = ", ".join(map(quoted, names))
-
-    from delivered.connectors.mysql.session import ERRORS
 
     def load(rows: pa.RecordBatch) -> str | None:
         try:

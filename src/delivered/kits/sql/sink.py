@@ -248,8 +248,8 @@ class ServerSink(DatabaseSink):
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
         """Check the server. Refusing findings come last: nothing after them can be checked."""
         found: list[Finding] = []
-        server = self._server
         try:
+            server = self._server  # imports the client library, if it is there
             connection = server.connect("preflight")
             try:
                 with server.explaining():

@@ -1,7 +1,4 @@
-"""The sink `delivered_mysql`: whether server, table and user support the guarantee, and a scan of all rows.
-
-The checks change only the ledger's own tables. The server writes each row of a scan as one line of CSV.
-"""
+"""What is read of server and table: checks before a start, and a scan of all rows."""
 
 from __future__ import annotations
 
@@ -13,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from delivered.connectors.mysql import MysqlOptions, client, store, target
-from delivered.connectors.mysql.client import ledger_version, migrate, read_only
+from delivered.connectors.mysql.client import Session, ledger_version, migrate, read_only
 from delivered.connectors.mysql.store import MysqlDatabase
-from delivered.connectors.mysql.target import TYPES
-from delivered.contract.sink import Changes, Parts
+from delivered.contract.sink import Changes
 from delivered.contract.source import Finding, Offsets, Slice
 from delivered.kits.mysql import DENIED
 from delivered.kits.sql.database import quoted, read_csv
 from delivered.kits.sql.merge import findings, no_unique_index
-from delivered.kits.sql.sink import ServerSink, ServerTerms, age_of, check_deletions
+from delivered.kits.sql.sink import age_of, check_deletions
 from delivered.kits.sql.table import (
     Mechanism,
     TableScan,
@@ -37,40 +33,10 @@ from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 
 if TYPE_CHECKING:
-    from delivered.connectors.mysql.session import Session
     from delivered.kits.sql.batches import NumberedTable
 
 
-@dataclass(frozen=True)
-class MysqlSink(ServerSink):
-    options: MysqlOptions
-
-    types = TYPES
-    parts = Parts(
-        __package__,
-        look="sink:look",
-        add_columns="target:add_columns",
-        table_check="target:table_check",
-        writer="writer:LoadWriter",
-        scan="sink:MysqlScan",
-        store="store:build_store",
-        committer="store:build_committer",
-        database="store:MysqlDatabase",
-        refused_rows="writer:refused_rows",
-    )
-    terms = ServerTerms(
-        load="LOAD DATA",
-        transaction="an XA transaction",
-        prepare="XA PREPARE, durable; the session ends",
-        commit="XA COMMIT",
-        moved="drop the staging tables; the decision made the rows visible",
-        holds="hold locks",
-        assumes=(
-            "the server is backed up and restored as one, with the ledger's database",
-            "triggers of the table only write to InnoDB tables",
-        ),
-        no_position="rows of MySQL do not say when they were added; the option batchColumn has them numbered",
-    )
+# Whether server, table and user support the guarantee. Changes only the ledger's own tables.
 
 
 def look(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Iterator[Finding]:
@@ -196,6 +162,8 @@ def _denied(session: Session, options: MysqlOptions, table: target.ServerTable) 
                 denied.append(right)
     return denied
 
+
+# A scan of all rows of the table: the server writes each one as a line of CSV.
 
 SLICE_KEYS = 250_000
 """Minimum range of primary keys per slice."""
