@@ -15,7 +15,7 @@ from delivered.connectors.iceberg.target import TYPES as ICEBERG
 from delivered.connectors.iceberg.target import to_iceberg
 from delivered.connectors.mysql import TYPES as MYSQL
 from delivered.connectors.postgres import TYPES as POSTGRES
-from delivered.connectors.sqlite.target import TYPES as SQLITE
+from delivered.connectors.sqlite import TYPES as SQLITE
 from delivered.kits.sql.table import Types
 from delivered.model.errors import UsageError
 

@@ -19,10 +19,9 @@ import pytest
 from tests.support.interpreter import fresh
 from tests.support.scans import scanned_table
 
-from delivered.connectors.sqlite import CONNECTOR, SqliteOptions
+from delivered.connectors.sqlite import CONNECTOR, SqliteOptions, SqliteSink
 from delivered.connectors.sqlite import client as database
 from delivered.connectors.sqlite.client import MIGRATIONS, migrate
-from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.connectors.sqlite.store import SqliteCommitter
 from delivered.connectors.sqlite.writer import staging_folder
 from delivered.engine.context import open_ledger
@@ -496,6 +495,7 @@ def test_read_only_database(tmp_path: Path) -> None:
     sink = sink_at(tmp_path)
     assert write(sink, ROWS) == Ok(None)
     body = """
+        import delivered.connectors.sqlite.read  # the other user may not read root's Python
         if os.getuid() == 0: os.setuid(65534)
         print(*(f.code for f in sink.preflight(Guarantee.EXACTLY_ONCE)))
     """

@@ -41,7 +41,7 @@ def code_of(service: str, sink: str, source: str = "") -> str:
     [
         ("engine/decide.py", {(ENGINE, SQLITE), (SPARK, SQLITE), (ENGINE, KAFKA)}),
         ("model/work.py", {(ENGINE, SQLITE), (SPARK, SQLITE), (ENGINE, KAFKA)}),
-        ("connectors/sqlite/sink.py", {(ENGINE, SQLITE), (SPARK, SQLITE)}),
+        ("connectors/sqlite/writer.py", {(ENGINE, SQLITE), (SPARK, SQLITE)}),
         ("connectors/log/source.py", {(ENGINE, SQLITE), (SPARK, SQLITE), (ENGINE, KAFKA)}),
         ("clients/kafka/record_batch.c", {(ENGINE, SQLITE), (SPARK, SQLITE), (ENGINE, KAFKA)}),
         ("spark/writers.py", {(SPARK, SQLITE)}),

@@ -19,8 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.sqlite import SqliteOptions
-from delivered.connectors.sqlite.sink import SqliteSink
+from delivered.connectors.sqlite import SqliteOptions, SqliteSink
 from delivered.contract.connector import Connector, Factory
 from delivered.contract.sink import Committer
 from delivered.contract.sink import Writer as ContractWriter

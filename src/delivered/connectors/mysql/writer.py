@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 from delivered.connectors.mysql import TYPES, MysqlOptions, client, store, target
 from delivered.connectors.mysql.client import ERRORS, Session, migrate
 from delivered.kits.sql.database import Definition, give, quoted, take
-from delivered.kits.sql.merge import check_rows
-from delivered.kits.sql.sink import PreparedRows, ShardWriter, delete, new_nonce, write_marker
+from delivered.kits.sql.merge import check_rows, delete
+from delivered.kits.sql.sink import PreparedRows, ShardWriter, new_nonce, write_marker
 from delivered.kits.sql.table import (
     Mechanism,
     add_number,

@@ -16,8 +16,8 @@ from delivered.connectors.postgres import TYPES, PostgresOptions, store, target
 from delivered.connectors.postgres.client import PostgresDatabase, about_a_row, explained
 from delivered.connectors.postgres.target import Target, migrate
 from delivered.kits.sql.database import Definition, give, quoted, take
-from delivered.kits.sql.merge import ORDER, ROUND, check_count, check_rows
-from delivered.kits.sql.sink import Names, PreparedRows, ShardWriter, delete, new_nonce, write_marker
+from delivered.kits.sql.merge import ORDER, ROUND, check_count, check_rows, delete
+from delivered.kits.sql.sink import Names, PreparedRows, ShardWriter, new_nonce, write_marker
 from delivered.kits.sql.table import (
     LONG_BYTES,
     Mechanism,

@@ -1,4 +1,4 @@
-"""A scan of all rows in ranges of rowid, and facts about the rows before one."""
+"""What is read of the database: checks before a start, a scan of all rows, and facts about those before a position."""
 
 from __future__ import annotations
 
@@ -10,12 +10,79 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.sqlite import SqliteOptions, target
-from delivered.connectors.sqlite.client import SqliteDatabase, explained
+from delivered.connectors.sqlite.client import (
+    WAL_RACE_FIXED,
+    SqliteDatabase,
+    begin,
+    connect,
+    explained,
+    migrate,
+    rollback,
+)
 from delivered.contract.sink import Changes
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import Finding, Offsets, Slice
 from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import findings, no_unique_index
 from delivered.kits.sql.table import RowSum, TableScan, difference, never_written, spread, steps
-from delivered.model.errors import BadRecord, UsageError
+from delivered.model.capability import Guarantee
+from delivered.model.errors import BadRecord, DeliveredError, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S
+
+
+def look(options: SqliteOptions, guarantee: Guarantee) -> Sequence[Finding]:
+    """See `delivered.contract.sink.Sink.preflight`. Opens the database for writing, as a batch would."""
+    del guarantee
+    found: list[Finding] = []
+    try:
+        connection = connect(options.path)
+        try:
+            migrate(connection, options.path)
+            begin(connection, CONNECT_TIMEOUT_S)
+            # BEGIN IMMEDIATE alone succeeds on a read-only file. This writes, and is rolled back.
+            connection.execute("UPDATE _delivered_migration SET applied_at_ms = applied_at_ms")
+            found.extend(_check_table(connection, options))
+            journal = str(connection.execute("PRAGMA journal_mode").fetchone()[0])
+            if journal == "wal" and sqlite3.sqlite_version_info < WAL_RACE_FIXED:
+                found.append(_wal_race(options.path))
+        except sqlite3.Error as error:
+            raise explained(error, options.path) from error
+        finally:
+            rollback(connection)
+            connection.close()
+        options.staging.mkdir(exist_ok=True)
+    except DeliveredError as error:
+        return [Finding.refusal(error)]
+    except OSError as error:
+        staging = options.staging
+        return [
+            Finding.build(
+                "STAGING_FAILED.START", refuses=True, path=str(staging), error=error.strerror, folder=staging.parent
+            )
+        ]
+    return found
+
+
+def _check_table(connection: sqlite3.Connection, options: SqliteOptions) -> Iterator[Finding]:
+    write = options.write
+    target.check_kind(connection, options)
+    if not target.table_columns(connection, options.table):
+        if not options.create:
+            tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+            raise target.missing_table(options, [str(name) for (name,) in tables])
+    elif write.upserts and not target.has_unique_index(connection, options.table, write.keys):
+        raise no_unique_index(write, options.table, options.where)
+    else:
+        if write.only_adds and (why := unordered(connection, options.table)):
+            yield Finding.build("AUDIT_READS_ALL.SQLITE", refuses=False, table=options.table, reason=why)
+        yield from findings(options, target.read_definition(connection, options))
+
+
+def _wal_race(path: str) -> Finding:
+    version = ".".join(map(str, sqlite3.sqlite_version_info))
+    return Finding.build("WAL_RACE", refuses=False, path=path, version=version)
+
+
+# A scan of all rows in ranges of rowid, and facts about the rows before one.
 
 SLICE_ROWS = 250_000
 """Minimum range of rowids per slice."""

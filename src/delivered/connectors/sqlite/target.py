@@ -1,24 +1,12 @@
-"""The user's table: the types of its columns, its creation and checks, inserts, and what its definition does to rows.
-
-Arrow                       declared   stored as
-boolean                     INTEGER    0, 1
-int8..int64, uint8..uint32  INTEGER    itself
-float, double               REAL       itself; NaN as the text 'NaN' (SQLite would turn it into NULL); -0.0 as 0.0
-string                      TEXT       itself
-binary                      BLOB       itself
-decimal                     TEXT       exact digits (SQLite has no decimal numbers)
-date                        TEXT       YYYY-MM-DD
-timestamp                   TEXT       YYYY-MM-DD HH:MM:SS.ffffff, with time zone: in UTC with a Z at the end
-time, duration              INTEGER    in the type's unit (for Spark: microseconds)
-list, struct, map, others   refused
-"""
+"""The user's table: values of its columns, its creation and checks, inserts, and what its definition does to rows."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import length_hint
@@ -27,12 +15,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.sqlite import SqliteOptions
-from delivered.connectors.sqlite.client import refuses_a_row, row_refused
+from delivered.connectors.sqlite import TYPES, SqliteOptions
+from delivered.connectors.sqlite.client import connect, migrate, refuses_a_row, row_refused, writing
 from delivered.kits.sql.database import Definition, find_events, quoted
 from delivered.kits.sql.merge import Merge
 from delivered.kits.sql.table import (
-    Types,
     check_known,
     column_computed,
     column_missing,
@@ -45,7 +32,7 @@ from delivered.kits.sql.table import (
     untyped,
 )
 from delivered.model.errors import UsageError, did_you_mean
-from delivered.model.ranges import RANGES
+from delivered.model.limits import CONNECT_TIMEOUT_S
 
 _AFFINITIES = {
     "INTEGER": ("INTEGER", "NUMERIC", "BLOB"),
@@ -54,26 +41,6 @@ _AFFINITIES = {
     "BLOB": ("BLOB",),
 }
 """Declared type -> affinities of a user's column that store its values without loss."""
-
-
-class SqliteTypes(Types):
-    system = "SQLite"
-    columns_max = 2_000  # SQLite's own default limit
-    folds_case = True
-    range = RANGES["sqlite"]
-
-    def declared(self, kind: pa.DataType) -> str | None:
-        t = pa.types
-        if t.is_boolean(kind) or (t.is_integer(kind) and kind != pa.uint64()) or t.is_time(kind) or t.is_duration(kind):
-            return "INTEGER"
-        if t.is_float32(kind) or t.is_float64(kind):
-            return "REAL"
-        if t.is_string(kind) or t.is_decimal128(kind) or t.is_date32(kind) or t.is_timestamp(kind):
-            return "TEXT"
-        return "BLOB" if t.is_binary(kind) else None
-
-
-TYPES = SqliteTypes()
 
 
 def affinity(sql_type: str) -> str:
@@ -279,6 +246,30 @@ def add_columns(connection: sqlite3.Connection, options: SqliteOptions, schema: 
     if now is not None:
         values = (now.serialize().to_pybytes(), options.table)
         connection.execute("UPDATE _delivered_table SET arrow_schema = ? WHERE name = ?", values)
+
+
+@contextlib.contextmanager
+def altering(options: SqliteOptions) -> Iterator[sqlite3.Connection]:
+    """A connection in a transaction that may change tables."""
+    with contextlib.closing(connect(options.path)) as connection:
+        migrate(connection, options.path)
+        with writing(connection, options.path, CONNECT_TIMEOUT_S):
+            yield connection
+
+
+def ready_target(options: SqliteOptions, schema: pa.Schema) -> None:
+    """See `delivered.contract.sink.Sink`."""
+    with altering(options) as connection:
+        if options.merge_schema and (check := table_check(connection, options)) is not None:
+            check(schema)
+        else:
+            ready(connection, options, schema)
+
+
+def extend_target(options: SqliteOptions, schema: pa.Schema) -> None:
+    """See `delivered.contract.sink.Sink.add_columns`."""
+    with altering(options) as connection:
+        add_columns(connection, options, schema)
 
 
 def table_check(connection: sqlite3.Connection, options: SqliteOptions) -> Callable[[pa.Schema], None] | None:

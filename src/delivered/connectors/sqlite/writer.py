@@ -23,13 +23,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.sqlite import SqliteOptions, target
+from delivered.connectors.sqlite import TYPES, SqliteOptions, target
 from delivered.connectors.sqlite.client import SqliteDatabase, connect, explained, migrate, rollback, writing
-from delivered.connectors.sqlite.target import TYPES
 from delivered.contract.sink import Writer
 from delivered.kits.sql.database import Definition, quoted
-from delivered.kits.sql.merge import ORDER, ROUND, SHARD, Conditional, check_count, check_rows, key_in_two_shards
-from delivered.kits.sql.sink import delete, upsert
+from delivered.kits.sql.merge import (
+    ORDER,
+    ROUND,
+    SHARD,
+    Conditional,
+    check_count,
+    check_rows,
+    delete,
+    key_in_two_shards,
+    upsert,
+)
 from delivered.kits.sql.table import bytes_of, check_nulls, long_values, stored_columns
 from delivered.kits.table.store import make_folder, sync
 from delivered.model.capability import Guarantee

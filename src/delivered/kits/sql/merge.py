@@ -333,6 +333,32 @@ def no_unique_index(mode: WriteMode, table: str, where: str) -> UsageError:
 
 
 CONFLICT, CONSTRAINT = "conflict", "constraint"
+
+
+def upsert(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:
+    """Write the staged rows that are not deletes. Raises UsageError: the database did not store what it was given."""
+    (sent,) = connection.execute(merge.rows(staged)).fetchone()
+    first = merge.before_upsert(staged)
+    rows = 0 if first is None else connection.execute(first).rowcount
+    rows += connection.execute(merge.upsert(staged)).rowcount
+    mode = merge.mode
+    if rows < sent and (mode.version is not None or set(merge.columns) <= set(mode.keys)):
+        (rows,) = connection.execute(merge.current(staged)).fetchone()  # rows that the table has already
+    check_count(options, sent, rows, found)
+    check_keys_stored(connection, options, merge, staged, found)
+
+
+def delete(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:
+    """Apply the staged deletes.
+
+    Raises:
+        UsageError: the database did not delete, or would delete the row of another key.
+    """
+    check_before_delete(connection, options, merge, staged, found)
+    connection.execute(merge.delete(staged))
+    check_deleted(connection, options, merge, staged, found)
+
+
 # Conditional writes: insert if absent, expected version, constraints.
 #
 # They run in the transaction that writes the rows: the decision's (one_transaction), or the task's (two_phase). Staged

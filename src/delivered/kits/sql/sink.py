@@ -26,6 +26,7 @@ from delivered.kits.sql.database import (
     LEDGER_TABLES,
     C,
     Connection,
+    Database,
     Definition,
     Dialect,
     Server,
@@ -36,18 +37,17 @@ from delivered.kits.sql.merge import (
     SKIPPED_VERSION,
     Conditional,
     Merge,
-    check_before_delete,
     check_columns,
     check_count,
-    check_deleted,
     check_emptied,
-    check_keys_stored,
     check_merged,
     count_skipped,
+    delete,
     describe_checks,
     fold_skipped,
     key_in_two_shards,
     read_dead_letters,
+    upsert,
     without_key,
 )
 from delivered.kits.sql.table import (
@@ -99,10 +99,24 @@ class DatabaseSink(TableSink):
         self.types.check(numbered_schema(self.options, schema))
         super().check_schema(schema)
 
+    @property
+    def _database(self) -> Database[Any]:
+        database: Database[Any] = self.parts["database"](self.options)
+        return database
+
     def key_memory(self, scope: Scope) -> KeyMemory:
         from delivered.kits.sql.ledger import KeyTable
 
-        return KeyTable(self.parts["database"](self.options), scope)
+        return KeyTable(self._database, scope)
+
+    def target_check(self) -> Callable[[pa.Schema], None] | None:
+        database = self._database
+        if not database.exists():
+            return None
+        check: Callable[[pa.Schema], None] | None = database.ask(
+            lambda connection: self.parts["table_check"](connection, self.options)
+        )
+        return check
 
     @property
     def _into(self) -> str:
@@ -286,13 +300,6 @@ class ServerSink(DatabaseSink):
         for name in numbered_schema(self.options, stored_columns(self.options.write, schema)).names:
             if name in found.computed:
                 raise column_computed(self.options.table_text, name)
-
-    def target_check(self) -> Callable[[pa.Schema], None] | None:
-        server = self._server
-        check: Callable[[pa.Schema], None] | None = server.ask(
-            lambda connection: self.parts["table_check"](connection, self.options)
-        )
-        return check
 
     def add_columns(self, schema: pa.Schema) -> None:
         if not self.options.merge_schema:
@@ -906,30 +913,6 @@ class Staging:
 
     def cannot_swap(self) -> str | None:
         raise NotImplementedError
-
-
-def upsert(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:
-    """Write the staged rows that are not deletes. Raises UsageError: the database did not store what it was given."""
-    (sent,) = connection.execute(merge.rows(staged)).fetchone()
-    first = merge.before_upsert(staged)
-    rows = 0 if first is None else connection.execute(first).rowcount
-    rows += connection.execute(merge.upsert(staged)).rowcount
-    mode = merge.mode
-    if rows < sent and (mode.version is not None or set(merge.columns) <= set(mode.keys)):
-        (rows,) = connection.execute(merge.current(staged)).fetchone()  # rows that the table has already
-    check_count(options, sent, rows, found)
-    check_keys_stored(connection, options, merge, staged, found)
-
-
-def delete(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:
-    """Apply the staged deletes.
-
-    Raises:
-        UsageError: the database did not delete, or would delete the row of another key.
-    """
-    check_before_delete(connection, options, merge, staged, found)
-    connection.execute(merge.delete(staged))
-    check_deleted(connection, options, merge, staged, found)
 
 
 def check_rules(options: TableOptions, definition: Definition) -> None:
