@@ -38,8 +38,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from delivered.checkpoint import history
 from delivered.connectors.kafka.topics import id_prefix
 from delivered.machine import cache_folder
-from delivered.model.schedule import SEALS_LATE
-from delivered.pipeline.definition import Definition
+from delivered.pipeline.definition import SEALS_LATE, Definition
 from delivered_lab import brokers
 from delivered_lab.brokers.servers import fetch_packages, free_ports
 

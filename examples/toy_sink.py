@@ -23,7 +23,7 @@ from delivered.model.errors import PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.options import Options, OptionType, option
-from delivered.model.ranges import fitted
+from delivered.model.rows import fitted
 from delivered.model.work import Failed, Handle, Ok, Outcome, Prepared, Promise, Unknown
 
 if TYPE_CHECKING:  # executors do without

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from delivered.audit.report import AuditReport, ChainReport
     from delivered.audit.spark.chain import audit_chain
     from delivered.entry import Pipeline
-    from delivered.model.capability import Guarantee
-    from delivered.model.dedup import Dedup
+    from delivered.model.capability import Dedup, Guarantee
     from delivered.model.errors import (
         BadRecord,
         DeliveredError,
@@ -56,7 +55,7 @@ _WHERE = {
     "AuditReport": "delivered.audit.report",
     "BadRecord": "delivered.model.errors",
     "ChainReport": "delivered.audit.report",
-    "Dedup": "delivered.model.dedup",
+    "Dedup": "delivered.model.capability",
     "DeliveredError": "delivered.model.errors",
     "Endpoint": "delivered.pipeline.endpoint",
     "Fenced": "delivered.model.errors",

@@ -19,9 +19,8 @@ from delivered import html
 from delivered.checkpoint.folder import is_done, read_logged
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.rows import OnBadRow
-from delivered.model.schedule import SHARE, Cadence, Load, Schedule
 from delivered.model.translate import translated
-from delivered.pipeline.definition import Definition, changes
+from delivered.pipeline.definition import SHARE, Cadence, Definition, changes
 from delivered.pipeline.facts import gather
 from delivered.pipeline.progress import Progress, Reports, watch
 from delivered.planner import Plan, Refusal, make_plan
@@ -324,7 +323,15 @@ class Pipeline(Definition):
         """
         from delivered.audit.request import sealing
         from delivered.audit.spark.audit import AuditSession, load_of
-        from delivered.operate.continuous import ContinuousAudit, record_failure, sealed_s, seals_now, unsealed
+        from delivered.operate.continuous import (
+            ContinuousAudit,
+            Load,
+            Schedule,
+            record_failure,
+            sealed_s,
+            seals_now,
+            unsealed,
+        )
         from delivered.spark.start import ready, running
 
         session = AuditSession(ready(self, spark), self.name, own=own)

@@ -13,8 +13,7 @@ from functools import lru_cache
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from delivered.model.errors import extra
-from delivered.model.secrets import plain
+from delivered.model.errors import extra, plain
 
 if TYPE_CHECKING:
     from jinja2 import Template

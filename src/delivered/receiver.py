@@ -28,10 +28,20 @@ from delivered.contract.queue import Entered, Journal, MessageBatch, Queue, Rece
 from delivered.contract.source import DedupWindow, Finding, ReceiverReport, Slice, Source, SourceDriver
 from delivered.model import limits
 from delivered.model.capability import SourceCapability
-from delivered.model.dedup import DURATION_MS, duration
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import DEDUP_WINDOW_MAX, REFUSED_IN_A_ROW_MAX, REFUSED_TIMES, SOURCE_PATIENCE_S
-from delivered.model.options import Option, Options, OptionType, choice, integer, option, prefixed, several
+from delivered.model.options import (
+    DURATION_MS,
+    Option,
+    Options,
+    OptionType,
+    choice,
+    duration,
+    integer,
+    option,
+    prefixed,
+    several,
+)
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Failed, Ok, Outcome, Unknown
 

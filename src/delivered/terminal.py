@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
 
-from delivered.model.secrets import plain
+from delivered.model.errors import plain
 
 
 def printer(**settings: Any) -> Console:

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from delivered.model import errors
 from delivered.model.capability import Guarantee
-from delivered.model.errors import DeliveredError, MissingExtra, UsageError
+from delivered.model.errors import REDACTED, DeliveredError, MissingExtra, UsageError, redacted
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
 from delivered.model.options import Option, OptionTable, resolve_secret
-from delivered.model.secrets import REDACTED, redacted
 from delivered.model.work import Account, Decision, Prepared
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, DeliveredError)]

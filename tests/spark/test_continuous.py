@@ -22,7 +22,7 @@ from delivered.audit.spark.audit import load_of
 from delivered.checkpoint.history import audits
 from delivered.engine.context import open_ledger
 from delivered.model.identity import Scope
-from delivered.model.schedule import Load
+from delivered.operate.continuous import Load
 from delivered.operate.status import read_seals
 from delivered.pipeline.definition import Definition
 

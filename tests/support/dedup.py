@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from delivered.checkpoint import sidecar
 from delivered.engine.keys import AT, HELPER_TYPES, KEY, TIE, TIME, drop_seen
-from delivered.model.dedup import Dedup
+from delivered.model.capability import Dedup
 from delivered.model.identity import Scope
 
 Rows = Callable[[], Iterator[pa.RecordBatch]]

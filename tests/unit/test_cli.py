@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from delivered.cli.doctor import Check, Health, show
 from delivered.cli.main import app
-from delivered.model.secrets import without_passwords
+from delivered.model.errors import without_passwords
 
 COMMANDS = [
     ["init"],

@@ -12,7 +12,7 @@ import delivered
 from delivered.audit.request import RANGES_MAX, BatchRange, split_by_batch
 from delivered.checkpoint import sidecar as dedup_kept
 from delivered.entry import Pipeline
-from delivered.model.dedup import TABLE, Dedup
+from delivered.model.capability import IN_TABLE, Dedup
 from delivered.model.errors import InvariantBroken, Refused, UsageError
 from delivered.pipeline.file import load_text
 
@@ -139,7 +139,7 @@ def test_a_range_is_cut_where_batches_ended() -> None:
 
 def test_a_table_in_a_file() -> None:
     made = Pipeline.from_parsed(load_text(TEXT.replace("late: drop", "memory: table")), Path())
-    assert made.dedup == Dedup(("key",), 3_600_000, "timestamp", kind=TABLE)
+    assert made.dedup == Dedup(("key",), 3_600_000, "timestamp", kind=IN_TABLE)
     with pytest.raises(UsageError, match="DEDUP_LATE_TABLE"):
         delivered.dedup("key", within="1 hour", late="drop", memory="table")
 

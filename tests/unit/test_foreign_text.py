@@ -14,8 +14,7 @@ from rich.text import Text
 
 from delivered import html
 from delivered.html import page
-from delivered.model.errors import DeliveredError, UsageError
-from delivered.model.secrets import one_line, plain, redacted, shown, without_passwords
+from delivered.model.errors import DeliveredError, UsageError, one_line, plain, redacted, shown, without_passwords
 from delivered.model.translate import translated
 from delivered.operate.replay import parse_sink
 from delivered.pipeline.definition import Definition

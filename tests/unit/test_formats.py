@@ -23,7 +23,7 @@ from delivered.connectors.log.table import open_table, read_progress
 from delivered.connectors.rocketmq.publish import HalfMessages
 from delivered.connectors.sqlite.writer import StagedRows
 from delivered.kits.sql.sink import PreparedRows
-from delivered.model.dedup import Dedup
+from delivered.model.capability import Dedup
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work

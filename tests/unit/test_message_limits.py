@@ -21,7 +21,7 @@ from delivered.connectors.rocketmq import RocketmqSinkOptions
 from delivered.connectors.rocketmq.sink import RocketmqWriter
 from delivered.model.errors import BadRecord
 from delivered.model.identity import Scope, Work
-from delivered.model.ranges import BYTES_MAX
+from delivered.model.rows import BYTES_MAX
 from delivered.pipeline.registry import find_sink
 from delivered.source import HEADERS
 

@@ -11,9 +11,8 @@ import pytest
 from tests.support.memory import CONNECTOR as MEMORY
 
 from delivered.contract.connector import Connector, Factory
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.errors import DeliveredError, UsageError, redacted
 from delivered.model.options import Options, OptionTable, integer, option
-from delivered.model.secrets import redacted
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import connectors
 from delivered.pipeline.spec import PIPELINE_OPTIONS

@@ -15,8 +15,7 @@ from docs import support
 from tests.support.requests import ASKED, KAFKA, LOG, QUEUE, TO_HTTP, TO_KAFKA, TO_POSTGRES, TO_SQLITE
 
 from delivered.contract.source import Finding
-from delivered.model.capability import Commit, Guarantee
-from delivered.model.dedup import TABLE, Dedup
+from delivered.model.capability import IN_TABLE, Commit, Dedup, Guarantee
 from delivered.model.rows import OnBadRow
 from delivered.model.step import StepId
 from delivered.model.work import Owner
@@ -86,7 +85,7 @@ PLANS = {
     "dedup_table": replace(
         ASKED,
         sinks=(replace(TO_SQLITE, capability=replace(TO_SQLITE.capability, remembers=True)),),
-        dedup=Dedup(("order_id",), 3_600_000, kind=TABLE),
+        dedup=Dedup(("order_id",), 3_600_000, kind=IN_TABLE),
     ),
     "state_nondeterministic": replace(
         ASKED, transform=TransformFacts("sql", "SELECT ...", stateful=True, deterministic=False, changing=("uuid()",))
@@ -117,7 +116,7 @@ REFUSALS = {
     "refused_dedup_table": replace(
         ASKED,
         sinks=(TO_KAFKA, replace(TO_POSTGRES, capability=replace(TO_POSTGRES.capability, remembers=True))),
-        dedup=Dedup(("order_id",), 3_600_000, kind=TABLE),
+        dedup=Dedup(("order_id",), 3_600_000, kind=IN_TABLE),
     ),
     "refused_new_checkpoint": replace(
         ASKED,

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from delivered.model.errors import BadRecord, UsageError
-from delivered.model.ranges import INT64, RANGES, Range, check, of_values, unstorable
+from delivered.model.rows import INT64, RANGES, Range, check_storable, of_values, unstorable
 
 US_10000 = 253_402_300_800_000_000
 
@@ -110,8 +110,8 @@ def test_zero_bytes_and_numbers_that_are_not_finite() -> None:
 def test_the_error_names_row_and_column() -> None:
     batch = pa.record_batch([timestamps(0, US_10000)], names=["at"])
     with pytest.raises(BadRecord, match=r"Row 1 of 2 cannot be written to SQLite as it is: column 'at': a timestamp"):
-        check("SQLite", batch, unstorable(RANGES["sqlite"], batch))
-    check("Delta", batch, unstorable(RANGES["delta"], batch))
+        check_storable("SQLite", batch, unstorable(RANGES["sqlite"], batch))
+    check_storable("Delta", batch, unstorable(RANGES["delta"], batch))
 
 
 @pytest.mark.parametrize(

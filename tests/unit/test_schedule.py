@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 import delivered
 from delivered.checkpoint import history
 from delivered.model.errors import UsageError
-from delivered.model.schedule import Cadence, Load, Schedule
-from delivered.operate.continuous import Audited, AuditProcess, ContinuousAudit, Follower
-from delivered.pipeline.definition import Definition
+from delivered.operate.continuous import Audited, AuditProcess, ContinuousAudit, Follower, Load, Schedule
+from delivered.pipeline.definition import Cadence, Definition
 
 IDLE = Load(idle=True, behind=False)
 BUSY = Load(idle=False, behind=False)

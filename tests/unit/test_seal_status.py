@@ -26,13 +26,13 @@ from delivered.contract.source import Retained
 from delivered.engine.context import open_ledger
 from delivered.engine.owner import _place
 from delivered.model.identity import Scope
-from delivered.model.schedule import Cadence
 from delivered.model.work import Account, Decision, Ok, Owner
 from delivered.operate.asking import status
 from delivered.operate.continuous import sealed_s, seals_now, unsealed
 from delivered.operate.metrics import text
 from delivered.operate.page import Flow, chain_line, page
 from delivered.operate.status import SEALS_READ, SealStatus, Status, seal_problems
+from delivered.pipeline.definition import Cadence
 
 EVERY = {"every": "15 min"}
 

@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 from delivered.cli.main import app
 from delivered.contract.connector import Connector
 from delivered.entry import Pipeline
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.errors import DeliveredError, UsageError, is_secret, redacted, shown, without_passwords
 from delivered.model.options import Option, OptionTable, option
 from delivered.model.options import Options as Declared
-from delivered.model.secrets import is_secret, redacted, shown, without_passwords
 from delivered.model.step import JsonLines
 from delivered.operate.asking import look
 from delivered.operate.lineage import Lineage

@@ -29,8 +29,7 @@ from delivered.audit.evidence import (
 )
 from delivered.audit.report import AuditReport
 from delivered.audit.request import AuditRequest, Earlier, Recompute, SourceRange, parsed, plain
-from delivered.model.capability import Guarantee, OnConflict, WriteMode
-from delivered.model.dedup import Dedup
+from delivered.model.capability import Dedup, Guarantee, OnConflict, WriteMode
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.work import Account
 

@@ -52,8 +52,7 @@ from delivered.model.errors import Refused, UsageError, did_you_mean
 from delivered.model.fingerprint import U64, Fingerprint, lanes, record_hashes
 from delivered.model.identity import Scope
 from delivered.model.limits import AUDIT_MEMORY_BYTES
-from delivered.model.ranges import fitted
-from delivered.model.rows import OnBadRow, Rows
+from delivered.model.rows import OnBadRow, Rows, fitted
 from delivered.pipeline.definition import Definition, grouping_columns
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.start import as_started, sink_as_started

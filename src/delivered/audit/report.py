@@ -27,9 +27,9 @@ from delivered.audit.evidence import (
 from delivered.audit.request import Earlier, KeyCheck
 from delivered.audit.seal import Seal, State
 from delivered.model.capability import Guarantee
+from delivered.model.errors import one_line
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import batches_text
-from delivered.model.secrets import one_line
 from delivered.terminal import printer
 
 FORMAT = 2

@@ -14,12 +14,11 @@ from delivered.audit.evidence import Counts
 from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.engine.sinks import Sinks
-from delivered.model.capability import Guarantee, WriteMode
-from delivered.model.dedup import Dedup
+from delivered.model.capability import Dedup, Guarantee, WriteMode
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import SOURCE, by_source
-from delivered.model.ranges import backquoted
+from delivered.model.rows import backquoted
 from delivered.model.work import Account, Decision
 
 SHARES_MAX = 1_000_000

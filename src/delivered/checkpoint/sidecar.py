@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyarrow import fs
 
@@ -18,12 +18,10 @@ from delivered.checkpoint import folder
 from delivered.checkpoint.folder import open_folder
 from delivered.contract.connector import build
 from delivered.contract.source import HeldBack, Offsets, Retained, Slice, Source, SourceDriver
+from delivered.model.capability import Dedup
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused
 from delivered.model.identity import SOURCE, by_source, is_ahead
 from delivered.model.limits import OFFSET_METADATA_MAX
-
-if TYPE_CHECKING:
-    from delivered.model.dedup import Dedup
 
 # A source's first offsets, stored in the checkpoint sidecar.
 #
@@ -408,8 +406,6 @@ class _KeptDedup:
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> _KeptDedup:
-        from delivered.model.dedup import Dedup  # only a query with a dedup loads it
-
         dedup = found["dedup"]
         return cls(None if dedup is None else Dedup.from_json(dedup), str(found.get("sink", "")))
 

@@ -40,9 +40,8 @@ from delivered.cli.command import (
 )
 from delivered.cli.run import LogFormatOption
 from delivered.machine import without_pandas
-from delivered.model.errors import OutcomeUnknown, UsageError
+from delivered.model.errors import OutcomeUnknown, UsageError, one_line
 from delivered.model.options import is_reference, resolve_secret
-from delivered.model.secrets import one_line
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -207,9 +206,9 @@ def _chosen(options: Mapping[str, object]) -> str:
 
 
 def _follow(paths: list[Path], every: str | None, share: str | None, master: str | None, log_format: LogFormat) -> int:
-    from delivered.model.schedule import Cadence
     from delivered.operate.asking import files
     from delivered.operate.continuous import AuditProcess, Follower
+    from delivered.pipeline.definition import Cadence
 
     log_as(log_format)
     cadence = None if every is None else Cadence.parse(every, share)

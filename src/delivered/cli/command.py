@@ -26,10 +26,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from delivered.model.errors import PREFIX, DeliveredError
+from delivered.model.errors import PREFIX, DeliveredError, one_line, plain, without_passwords
 from delivered.model.options import in_file_words
 from delivered.model.patience import Outages
-from delivered.model.secrets import one_line, plain, without_passwords
 from delivered.model.step import LOG_FORMAT, JsonLines, as_json
 from delivered.model.translate import translated
 from delivered.terminal import printer

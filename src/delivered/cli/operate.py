@@ -26,10 +26,9 @@ from delivered.cli.command import (
     working,
 )
 from delivered.entry import Pipeline
-from delivered.model.errors import UsageError
+from delivered.model.errors import UsageError, one_line
 from delivered.model.limits import DEAD_LETTERS_MAX, OPEN_TRANSACTION_OLD_S
 from delivered.model.options import is_reference
-from delivered.model.secrets import one_line
 
 if TYPE_CHECKING:
     from delivered.patterns.saga import Log

@@ -56,7 +56,6 @@ from delivered.model.errors import DeliveredError, MissingExtra, UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
 from delivered.model.patience import Outages, StoppedWaiting, patiently
 from delivered.model.rows import OnBadRow
-from delivered.model.schedule import STOP_S_MAX
 from delivered.model.step import LOG_FORMAT, WARNING_MARK, as_json, is_line_of_ours, work_for
 from delivered.model.translate import cause_of, translated
 from delivered.pipeline.file import load_file, parse_override
@@ -438,6 +437,8 @@ def _until_done(
     audits: ContinuousAudit | None,
 ) -> bool:
     """Watch until the query has ended or was stopped on request. Returns False if a batch was cut off."""
+    from delivered.operate.continuous import STOP_S_MAX
+
     while query.isActive:
         if request.stop.wait(_POLL_S):
             log_line("stopping after the current batch; signal again to stop now")

@@ -34,8 +34,17 @@ from delivered.model.errors import BadRecord, InvariantBroken, Unreachable
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, GRANT_WAIT_S, REQUEST_TIMEOUT_S, SHARDS_MAX
-from delivered.model.ranges import ROW_UNWRITABLE, first_reason, of_values, unwritable
-from delivered.model.rows import OnBadRow, Origin, Rejection, Rows, plain_rows
+from delivered.model.rows import (
+    ROW_UNWRITABLE,
+    OnBadRow,
+    Origin,
+    Rejection,
+    Rows,
+    first_reason,
+    of_values,
+    plain_rows,
+    unwritable,
+)
 from delivered.model.step import Moment, parts, reach
 from delivered.model.work import NO, YES, Action, Arbiter, BatchPlan, Prepared, ShardMessage
 

@@ -23,7 +23,7 @@ from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Un
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.patience import patiently, query_patience_s
-from delivered.model.ranges import EVERYTHING, too_long, unstorable
+from delivered.model.rows import EVERYTHING, too_long, unstorable
 from delivered.model.work import Failed, Ok, Outcome, Prepared, Promise
 
 

@@ -1,13 +1,15 @@
-"""The three guarantees, as a reader of the sink can observe them, and what a connector supports of them: all that the
-planner knows about it."""
+"""What a pipeline may ask for: a guarantee, as a reader of the sink can observe it; a mode of writing; a dedup. And
+what a connector supports of it: all that the planner knows about one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from delivered.model.errors import UsageError
+from delivered.model.options import duration
 
 
 class Guarantee(StrEnum):
@@ -258,3 +260,66 @@ class LedgerPlace:
             if sink.commit is Commit.ONE_TRANSACTION:
                 return cls(place, carries_rows=True)
         return cls(0, carries_rows=False)
+
+
+# Which records of a source are duplicates, and how long their keys are kept.
+
+BY_WATERMARK = "watermark"
+"""Keys are kept in Spark's state, bounded by a watermark."""
+
+IN_TABLE = "table"
+"""Keys are kept in a table in the deciding sink's database, updated in the deciding transaction."""
+
+
+@dataclass(frozen=True)
+class Dedup:
+    """
+    Attributes:
+        by: SQL over the source's columns; records with equal values are duplicates. A record with a null among them
+            duplicates nothing.
+        within_ms: a duplicate is recognised if it is at most this much later than its key's first record.
+        time: SQL over the source's columns, a timestamp.
+        drops_late: the user accepts that records older than the newest one by more than `within_ms` are dropped,
+            duplicate or not.
+        kind: where keys are kept: `BY_WATERMARK` or `IN_TABLE`.
+    """
+
+    by: tuple[str, ...]
+    within_ms: int
+    time: str = "timestamp"
+    drops_late: bool = False
+    kind: str = BY_WATERMARK
+
+    @property
+    def in_table(self) -> bool:
+        """Keys are kept in a table, not in Spark's state."""
+        return self.kind == IN_TABLE
+
+    @property
+    def by_text(self) -> str:
+        return ", ".join(self.by)
+
+    @property
+    def within(self) -> str:
+        """As displayed, and as Spark accepts it: "1 hour 30 minutes"."""
+        return duration(self.within_ms)
+
+    @property
+    def says(self) -> str:
+        """One line for display."""
+        return f"by {self.by_text} within {self.within} of {self.time}" + ", in a table" * self.in_table
+
+    def to_json(self) -> dict[str, Any]:
+        """Only what determines the state: `drops_late` does not."""
+        return {"kind": self.kind, "by": list(self.by), "within_ms": self.within_ms, "time": self.time}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Dedup:
+        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        if data["kind"] not in (BY_WATERMARK, IN_TABLE):
+            raise ValueError(f"kind {data['kind']!r}")
+        return cls(tuple(str(b) for b in data["by"]), int(data["within_ms"]), str(data["time"]), kind=data["kind"])
+
+    def remembers_as(self, other: Dedup | None) -> bool:
+        """Whether the other one's state can be reused."""
+        return other is not None and self.to_json() == other.to_json()

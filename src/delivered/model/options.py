@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from delivered.model.errors import UsageError, texts
+from delivered.model.errors import UsageError, holds_password, is_secret, texts
+from delivered.model.errors import shown as shown_value
 from delivered.model.identity import SOURCE, by_source
-from delivered.model.secrets import holds_password, is_secret
-from delivered.model.secrets import shown as shown_value
 
 T = TypeVar("T")
 
@@ -798,3 +797,35 @@ def is_loopback(host: str | None) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+# Durations as Spark writes them: "1 hour 30 minutes". Months and years have no fixed length.
+
+_UNITS = {"day": 86_400_000, "hour": 3_600_000, "minute": 60_000, "second": 1_000, "millisecond": 1}
+_READ = {**_UNITS, "week": 604_800_000}
+_SHORT = {"d": "day", "h": "hour", "min": "minute", "s": "second", "ms": "millisecond"}
+_PART = re.compile(rf"\s*(\d+)\s*((?:{'|'.join(_READ)})s?|{'|'.join(_SHORT)})\b", re.IGNORECASE)
+
+
+def read_ms(text: str) -> int:
+    """Milliseconds of a duration: "1 hour 30 minutes", "15 min". Raises Unfit."""
+    total, at = 0, 0
+    while part := _PART.match(text, at):
+        unit = part[2].lower()
+        total, at = total + int(part[1]) * _READ[_SHORT.get(unit) or unit.removesuffix("s")], part.end()
+    if total <= 0 or text[at:].strip():
+        raise Unfit.build("OPTION_VALUE.DURATION", text=text, units=", ".join(f"{u}s" for u in _READ))
+    return total
+
+
+def duration(ms: int) -> str:
+    """As displayed, and as Spark accepts it."""
+    parts = []
+    for unit, size in _UNITS.items():
+        count, ms = divmod(ms, size)
+        if count:
+            parts.append(f"{count} {unit}{'s' if count > 1 else ''}")
+    return " ".join(parts)
+
+
+DURATION_MS: OptionType[int] = OptionType(read_ms, duration, {"examples": ["10 minutes"]}, "10 minutes")

@@ -16,8 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from delivered.model.capability import Guarantee
-from delivered.model.errors import DeliveredError
-from delivered.model.secrets import without_passwords
+from delivered.model.errors import DeliveredError, without_passwords
 
 # The steps of a plan, and the crash points between them.
 #

@@ -26,10 +26,9 @@ from delivered.checkpoint.history import batches, last_audits, new_dead_letters,
 from delivered.contract.source import HeldBack, Retained, Source
 from delivered.engine.context import open_ledger, open_shared_ledger
 from delivered.engine.owner import is_running
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.errors import DeliveredError, UsageError, shown
 from delivered.model.identity import Scope, by_source
 from delivered.model.patience import within
-from delivered.model.secrets import shown
 from delivered.model.work import BatchReport, Decision, LedgerState
 from delivered.operate.rules import problems_of
 from delivered.operate.status import (

@@ -21,13 +21,16 @@ from delivered.checkpoint.history import add_audit
 from delivered.engine.context import open_shared_ledger
 from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
-from delivered.model.schedule import STOP_S_MAX, Cadence, Load, Schedule
 from delivered.operate.asking import ASK_S_MAX, files
 from delivered.operate.status import SealStatus, read_seals
-from delivered.pipeline.definition import Definition
+from delivered.pipeline.definition import Cadence, Definition
 
 log = logging.getLogger(__name__)
 
+STOP_S_MAX = 30.0
+"""How long a stop waits for a running audit to notice."""
+_GAP_S = 10.0
+"""How long an audit that is due waits for a moment between two batches."""
 _POLL_S = 0.5
 _CANCEL_EVERY_S = 0.2
 _ERROR_LENGTH_MAX = 2_000
@@ -71,6 +74,41 @@ def record_failure(pipeline: Definition, sinks: Sequence[str], error: object) ->
     line |= {"breaches": [], "unknowns": [reason], "counts": {}, "error": reason}
     for sink in sinks:
         add_audit(pipeline.checkpoint, {"sink": sink, **line})
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the query does now.
+
+    Attributes:
+        idle: it is between two batches.
+        behind: more records wait than its last batch took; None: its source does not count.
+    """
+
+    idle: bool
+    behind: bool | None = None
+
+
+class Schedule:
+    """When audits start. Times are seconds of one steady clock.
+
+    Args:
+        sealed_s: seconds since the last seal, at most; None: there is none, and the first audit is due at once.
+    """
+
+    def __init__(self, cadence: Cadence, now_s: float, sealed_s: float | None = None) -> None:
+        self._cadence = cadence
+        self.due_s = now_s if sealed_s is None else now_s + max(0.0, cadence.every_s - max(0.0, sealed_s))
+
+    def may_start(self, now_s: float, load: Load) -> bool:
+        """An audit is due, and takes nothing from a batch that waits: a query that is behind has no audits."""
+        if now_s < self.due_s or load.behind:
+            return False
+        return load.idle or (load.behind is False and now_s >= self.due_s + _GAP_S)
+
+    def ended(self, started_s: float, ended_s: float) -> None:
+        """An audit ran, and found something or failed."""
+        self.due_s = self._cadence.after(started_s, ended_s)
 
 
 class ContinuousAudit:

@@ -19,9 +19,8 @@ from delivered.checkpoint.folder import read_logged
 from delivered.contract.source import Offsets
 from delivered.engine.context import open_shared_ledger
 from delivered.ledger import Ledger
-from delivered.model.errors import DeliveredError, Refused, UsageError, did_you_mean
+from delivered.model.errors import DeliveredError, Refused, UsageError, did_you_mean, without_secrets
 from delivered.model.options import in_file_words
-from delivered.model.secrets import without_secrets
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 

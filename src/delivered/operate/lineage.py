@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from delivered.checkpoint.history import records_since
-from delivered.model.errors import DeliveredError, extra
+from delivered.model.errors import DeliveredError, extra, plain, without_passwords
 from delivered.model.options import check_http_url
-from delivered.model.secrets import plain, without_passwords
 from delivered.model.translate import from_our_code
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint, datasets

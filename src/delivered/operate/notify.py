@@ -26,10 +26,9 @@ from pyarrow import fs
 
 from delivered.checkpoint import folder
 from delivered.model.answers import TimedAnswer
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.errors import DeliveredError, UsageError, without_passwords
 from delivered.model.limits import CONNECT_TIMEOUT_S, NOTIFY_EVERY_S, NOTIFY_TRIES_MAX
 from delivered.model.options import resolve_secret
-from delivered.model.secrets import without_passwords
 from delivered.model.work import without_format
 from delivered.operate.asking import status
 from delivered.operate.status import Problem, Status, unanswered

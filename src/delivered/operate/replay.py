@@ -36,10 +36,9 @@ from delivered.contract.source import Offsets
 from delivered.engine.context import Context
 from delivered.engine.owner import find_living, new_owner
 from delivered.ledger import Store, Swap, SwapsTables
-from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError, did_you_mean
+from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError, did_you_mean, without_passwords
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.identity import SOURCE, Scope, by_source, derived_name
-from delivered.model.secrets import without_passwords
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, Failed, LedgerState, Ok, Unknown
 from delivered.pipeline.definition import AVAILABLE_NOW, Definition, endpoint_of

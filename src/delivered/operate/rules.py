@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from delivered import html
-from delivered.model.dedup import duration
+from delivered.model.options import duration
 from delivered.model.work import BatchReport
 from delivered.operate.status import Driver, Problem, Status, duration_text, seal_problems
 from delivered.operate.transactions import Open, is_current

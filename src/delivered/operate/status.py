@@ -23,9 +23,9 @@ from delivered.contract.source import DedupWindow, HeldBack, Offsets, ReceiverRe
 from delivered.ledger import Ledger
 from delivered.model.errors import PREFIX, texts
 from delivered.model.identity import SOURCE, by_source
-from delivered.model.schedule import Cadence
 from delivered.model.work import BatchReport, Decision
 from delivered.operate.transactions import Open
+from delivered.pipeline.definition import Cadence
 from delivered.pipeline.receive import is_dead
 
 _NAMES = ("id", "sink", "source")

@@ -13,15 +13,21 @@ from typing import Any, Self
 from delivered.checkpoint.folder import configure
 from delivered.contract.connector import Connector
 from delivered.contract.source import Offsets
-from delivered.model.capability import Guarantee
-from delivered.model.dedup import Dedup
-from delivered.model.errors import Refused, UsageError
+from delivered.model.capability import Dedup, Guarantee
+from delivered.model.errors import Refused, UsageError, shown
 from delivered.model.identity import SOURCE, SOURCE_NAME, checked_name
 from delivered.model.limits import NAME_LENGTH_MAX
-from delivered.model.options import argument, check_argument, choice, is_reference, not_as_meant
+from delivered.model.options import (
+    Unfit,
+    argument,
+    check_argument,
+    choice,
+    duration,
+    is_reference,
+    not_as_meant,
+    read_ms,
+)
 from delivered.model.rows import OnBadRow
-from delivered.model.schedule import Cadence
-from delivered.model.secrets import shown
 from delivered.model.work import Tolerance
 from delivered.pipeline.endpoint import Endpoint, as_text, is_folder_of, refuse_passwords
 from delivered.pipeline.file import (
@@ -522,3 +528,78 @@ def changes(before: Definition, now: Definition) -> Iterator[str]:
     for name in sinks[0].keys() & sinks[1].keys():
         if sinks[0][name] != sinks[1][name]:
             yield f"the sink {name} changed: from the next batch on"
+
+
+# How often a pipeline is audited, and how much of the time audits may take.
+
+SHARE = "10 %"
+SEALS_LATE = 3
+"""A seal older than so many intervals is a problem."""
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d+)?)\s*%")
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """
+    Attributes:
+        every_s: seconds from the start of an audit to the start of the next one, at least.
+        share: of the time that audits may take; above 0, at most 1.
+    """
+
+    every_s: float
+    share: float = 0.1
+
+    @classmethod
+    def parse(cls, every: str, share: str | float | None = None) -> Self:
+        """From "15 min" and "10 %" or 0.1.
+
+        Raises:
+            UsageError: neither a duration nor a share.
+        """
+        try:
+            every_ms = read_ms(every)
+        except Unfit as error:
+            raise error.of("audit.every", 'write every: "15 min"') from None
+        try:
+            return cls(every_ms / 1000, _read_share(SHARE if share is None else share))
+        except Unfit as error:
+            raise error.of("audit.share", 'write share: "10 %"') from None
+
+    @classmethod
+    def of(cls, entry: Mapping[str, str]) -> Self | None:
+        """Of a pipeline's `audit`; None: it does not audit by itself.
+
+        Raises:
+            UsageError: as `parse`; or a share, and no interval.
+        """
+        if "every" in entry:
+            return cls.parse(entry["every"], entry.get("share"))
+        if "share" in entry:
+            raise UsageError("AUDIT_SHARE")
+        return None
+
+    @property
+    def every(self) -> str:
+        """For display."""
+        return duration(int(self.every_s * 1000))
+
+    @property
+    def late_s(self) -> float:
+        """Age from which a seal is too old."""
+        return SEALS_LATE * self.every_s
+
+    def after(self, started_s: float, ended_s: float) -> float:
+        """When the next audit is due, after one that took so long."""
+        pause_s = (ended_s - started_s) * (1 / self.share - 1)
+        return max(started_s + self.every_s, ended_s + pause_s)
+
+
+def _read_share(value: str | float) -> float:
+    percent = _PERCENT.fullmatch(value.strip()) if isinstance(value, str) else None
+    try:
+        share = float(percent[1]) / 100 if percent is not None else float(value)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise Unfit.build("OPTION_VALUE.SHARE", text=value)
+    return share

@@ -16,10 +16,9 @@ from delivered.contract.sink import Sink
 from delivered.contract.source import Source
 from delivered.engine.sinks import Columns
 from delivered.engine.transform import REJECTED
-from delivered.model.errors import UsageError
+from delivered.model.errors import UsageError, holds_password, is_secret, redacted, shown
 from delivered.model.options import check_argument, find_option, password_in_url
-from delivered.model.ranges import backquoted
-from delivered.model.secrets import holds_password, is_secret, redacted, shown
+from delivered.model.rows import backquoted
 from delivered.pipeline.registry import PREFIX, find_sink, find_source
 
 # Which of a pipeline's rows and columns a sink gets: `select` and `where`, next to its options.

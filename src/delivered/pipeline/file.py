@@ -18,10 +18,9 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from delivered.model.errors import UsageError, did_you_mean
+from delivered.model.errors import UsageError, did_you_mean, shown
 from delivered.model.identity import SOURCE
 from delivered.model.options import Option, OptionTable
-from delivered.model.secrets import shown
 from delivered.pipeline.endpoint import SPARK_OWN, Projection, parse_projection
 from delivered.pipeline.registry import connectors
 

@@ -28,11 +28,10 @@ from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets
 from delivered.engine.sinks import Columns, Sinks
 from delivered.model.capability import Guarantee
-from delivered.model.errors import Refused, UsageError
+from delivered.model.errors import Refused, UsageError, redacted
 from delivered.model.identity import SOURCE, Scope, checked_name, fitted_name
 from delivered.model.options import Option, OptionTable, choice, find_option
 from delivered.model.rows import OnBadRow
-from delivered.model.secrets import redacted
 from delivered.model.work import DriverAddress, Owner, Tolerance
 from delivered.pipeline.registry import find_sink
 

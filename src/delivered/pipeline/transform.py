@@ -21,12 +21,11 @@ from delivered.contract.sink import KEY_BYTES
 from delivered.contract.source import COORDINATES
 from delivered.engine.keys import AT, KEY, TIE
 from delivered.engine.keys import TIME as SEEN_AT
-from delivered.model.dedup import KIND, TABLE, Dedup, read_ms
+from delivered.model.capability import BY_WATERMARK, IN_TABLE, Dedup
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.identity import SOURCE
-from delivered.model.options import Unfit, check_argument, choice
-from delivered.model.ranges import backquoted
-from delivered.model.rows import OnBadRow
+from delivered.model.options import Unfit, check_argument, choice, read_ms
+from delivered.model.rows import OnBadRow, backquoted
 from delivered.pipeline.changing import changing_in_python, changing_in_sql, nested, python_keeps_state, sql_keeps_state
 from delivered.pipeline.endpoint import Projection
 from delivered.planner import TransformFacts
@@ -339,11 +338,11 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", 
             raise UsageError("DEDUP_CHANGES", text=text)
     drops = choice(("refuse", "drop")).parse("delivered.dedup", "late", late, 'write late="refuse"') == "drop"
     kind = (
-        TABLE
+        IN_TABLE
         if choice(("state", "table")).parse("delivered.dedup", "memory", memory, 'write memory="state"') == "table"
-        else KIND
+        else BY_WATERMARK
     )
-    if drops and kind == TABLE:
+    if drops and kind == IN_TABLE:
         raise UsageError("DEDUP_LATE_TABLE")
     try:
         within_ms = read_ms(within)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from delivered.model.capability import Commit, Guarantee, SinkCapability
-from delivered.model.dedup import Dedup
+from delivered.model.capability import Commit, Dedup, Guarantee, SinkCapability
 from delivered.model.identity import batches_text
 from delivered.model.limits import KEY_TABLE_BYTES, STATE_BYTES_PER_KEY
 from delivered.model.rows import OnBadRow

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from delivered.contract.source import Finding
-from delivered.model.capability import Commit, Guarantee, LedgerPlace, SinkCapability, SourceCapability
-from delivered.model.dedup import Dedup
+from delivered.model.capability import Commit, Dedup, Guarantee, LedgerPlace, SinkCapability, SourceCapability
 from delivered.model.errors import PREFIX, DeliveredError
 from delivered.model.identity import SOURCE, by_source
 from delivered.model.limits import BROKER_TRANSACTION_TIMEOUT_S_DEFAULT

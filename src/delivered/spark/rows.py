@@ -24,10 +24,10 @@ from delivered.contract.source import Source
 from delivered.engine.keys import HELPERS, KEY, TIE
 from delivered.engine.sinks import Columns
 from delivered.engine.transform import ArrowTransform, decode, encode, run_isolated, with_rejected
-from delivered.model.dedup import Dedup
+from delivered.model.capability import Dedup
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope
-from delivered.model.ranges import backquoted
+from delivered.model.rows import backquoted
 from delivered.pipeline.endpoint import Projection, plan_routes
 from delivered.pipeline.transform import TIME, Transform, alone_sql, helper_columns, key_columns, key_sql, seen_sql
 from delivered.spark.internals import from_arrow, pickle_by_value, to_arrow

@@ -28,7 +28,7 @@ from delivered.checkpoint.history import SAMPLE_EVERY_S, Run, States, keep_run
 from delivered.contract.source import COORDINATES, Source
 from delivered.engine.sinks import Columns
 from delivered.engine.transform import Direct
-from delivered.model.dedup import Dedup
+from delivered.model.capability import Dedup
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.identity import SOURCE
 from delivered.model.rows import OnBadRow

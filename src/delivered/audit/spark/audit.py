@@ -42,7 +42,7 @@ from delivered.engine.shard import fingerprint_seed, validate
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.identity import Scope
 from delivered.model.rows import OnBadRow, Rows
-from delivered.model.schedule import Load
+from delivered.operate.continuous import Load
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.progress import plain_report

@@ -50,7 +50,7 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.model.options import check_argument
-from delivered.model.ranges import fitted
+from delivered.model.rows import fitted
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.spark.internals import from_arrow

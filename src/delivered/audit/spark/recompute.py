@@ -70,7 +70,7 @@ from delivered.kits.sql.merge import CONFLICT
 from delivered.model.capability import Guarantee, WriteMode
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import SOURCE, Scope
-from delivered.model.ranges import backquoted
+from delivered.model.rows import backquoted
 from delivered.model.work import Decision
 from delivered.spark.internals import EVENT_TIME, WINDOW_END, frame_class, from_arrow, logical_plan
 

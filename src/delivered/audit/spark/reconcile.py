@@ -28,7 +28,7 @@ from delivered.audit.evidence import ROW_BITS, SHOWN_LENGTH, Counts, Damage, Par
 from delivered.audit.judge import Result
 from delivered.audit.spark.slices import Mapper, SliceRows
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
-from delivered.model.ranges import fitted
+from delivered.model.rows import fitted
 from delivered.spark.internals import VALID_TEXT, from_arrow, to_arrow
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Slice, Source
-from delivered.model.ranges import fitted
+from delivered.model.rows import fitted
 from delivered.spark.internals import Setting, from_arrow, logical_plan, physical_plan, to_arrow
 from delivered.spark.settings import with_setting
 

@@ -58,10 +58,9 @@ from delivered.audit.spark.reconcile import Slots, by_partition, canonical_schem
 from delivered.audit.spark.slices import SliceRows, keeps_partitions, slice_frame
 from delivered.contract.source import Slice
 from delivered.engine.shard import fingerprint_seed
-from delivered.model.capability import WriteMode
-from delivered.model.dedup import Dedup
+from delivered.model.capability import Dedup, WriteMode
 from delivered.model.identity import Scope
-from delivered.model.ranges import backquoted
+from delivered.model.rows import backquoted
 from delivered.pipeline.transform import TIME, key_columns
 from delivered.spark.internals import from_arrow, physical_plan
 from delivered.spark.rows import with_keys

@@ -18,7 +18,7 @@ from delivered.model.capability import Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Refused, Unreachable
 from delivered.model.identity import Work
 from delivered.model.limits import REQUEST_TIMEOUT_S
-from delivered.model.ranges import check_lengths
+from delivered.model.rows import check_lengths
 
 # Executor side: rows to messages, many in flight. A receipt means that the broker has the message on disk.
 

@@ -56,7 +56,7 @@ from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import Refused
 from delivered.model.identity import Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.ranges import check, fitted
+from delivered.model.rows import check_storable, fitted
 from delivered.model.work import Outcome
 
 
@@ -148,7 +148,7 @@ class DeltaFiles:
 
     def write(self, batch: pa.RecordBatch) -> None:
         TYPES.check_values(batch)
-        check(TYPES.system, batch, unstorable_parts(self._options.partition_by or (), batch))
+        check_storable(TYPES.system, batch, unstorable_parts(self._options.partition_by or (), batch))
         batch = fitted(batch, self._schema)
         check_rows(self._options.write, batch)
         if self._requires is not None:

@@ -31,7 +31,7 @@ from delivered.kits.table.store import storage_options
 from delivered.kits.table.target import TableTypes, canonical
 from delivered.model.capability import APPEND
 from delivered.model.errors import BadRecord, Refused, UsageError
-from delivered.model.ranges import RANGES, because, unstorable
+from delivered.model.rows import RANGES, because, unstorable
 
 # Partition values: as text in the table's log, and as folders.
 

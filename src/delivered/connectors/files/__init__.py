@@ -14,7 +14,7 @@ from delivered.kits.options import PATH, not_a_folder, sink_name
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.identity import Scope
 from delivered.model.options import Options, choice, option
-from delivered.model.ranges import RANGES, Range
+from delivered.model.rows import RANGES, Range
 from delivered.model.work import STARTED, Handle
 
 # Options of `delivered_files`.

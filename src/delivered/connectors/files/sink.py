@@ -32,13 +32,12 @@ from delivered.kits.sql.table import untyped
 from delivered.kits.table.shard import while_staging
 from delivered.kits.table.store import make_folder, packed, put, put_first, sync
 from delivered.kits.table.target import comparable, unwritable
-from delivered.model import ranges
 from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.ranges import fitted
+from delivered.model.rows import check_storable, fitted, unstorable
 from delivered.model.work import Handle, Promise
 
 
@@ -117,7 +116,7 @@ class FilesSink(StoreSink):
             self._check_same(known, schema)
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        return ranges.unstorable(self.options.range, batch)
+        return unstorable(self.options.range, batch)
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         schema = TYPES.canonical_schema(batch.schema)
@@ -159,7 +158,7 @@ class StagingWriter(Writer):
     def stage(self, batch: pa.RecordBatch) -> None:
         if not batch.num_rows:
             return
-        ranges.check(f"a {self._options.format} file", batch, ranges.unstorable(self._options.range, batch))
+        check_storable(f"a {self._options.format} file", batch, unstorable(self._options.range, batch))
         with _as_ours(self._options, self._work):
             self._open_file().write(fitted(batch, self._schema))
         self.rows += batch.num_rows

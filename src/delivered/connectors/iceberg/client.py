@@ -41,7 +41,7 @@ from delivered.model.answers import UnexpectedAnswer
 from delivered.model.errors import DeliveredError, extra
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.patience import is_away, left_s, query_patience_s, wait_out
-from delivered.model.ranges import of_values
+from delivered.model.rows import of_values
 from delivered.model.work import Failed, Ok, Outcome, Unknown
 
 # Makes the client's files on a local disk durable before anything points to them.

@@ -19,7 +19,7 @@ from delivered.kits.table.target import FileTableSink
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import Refused
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.ranges import fitted
+from delivered.model.rows import fitted
 
 _BACKUP = "catalog and table are backed up and restored together"
 _CATALOG = "the catalog commits by compare-and-swap, and always returns the last committed state"

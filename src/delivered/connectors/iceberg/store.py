@@ -41,7 +41,7 @@ from delivered.ledger import Change, Head, by_time, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.ranges import fitted
+from delivered.model.rows import fitted
 from delivered.model.work import (
     STARTED,
     Archive,

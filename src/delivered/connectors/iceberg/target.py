@@ -38,7 +38,7 @@ from delivered.connectors.iceberg.client import (
 )
 from delivered.kits.table import target
 from delivered.model.errors import UsageError
-from delivered.model.ranges import RANGES, because, first_of, unstorable
+from delivered.model.rows import RANGES, because, first_of, unstorable
 
 FIELD_ID = b"PARQUET:field_id"
 

@@ -50,7 +50,7 @@ from delivered.kits.table.target import Nowhere, but_missing, trial_work, unwrit
 from delivered.model.capability import Guarantee, WriteMode
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Work
-from delivered.model.ranges import check, first_of, fitted
+from delivered.model.rows import check_storable, first_of, fitted
 from delivered.model.work import Handle, Outcome
 
 
@@ -85,7 +85,7 @@ class IcebergFiles:
         TYPES.check_values(batch)
         with but_missing(writing(self._options)):
             files, stored = self._open_files()
-            check(TYPES.system, batch, unstorable_parts(partition_parts(self._table), batch))
+            check_storable(TYPES.system, batch, unstorable_parts(partition_parts(self._table), batch))
             plain = fitted(batch, self._schema)
             if self._requires:
                 target.check(self._options.where, plain, unfilled(self._options.write, self._table, plain))
@@ -368,7 +368,7 @@ class StagedRows:
         with writing(self._options):
             files = self._open_files()
             target.check(self._options.where, batch, unfilled(self._options.write, self._table, batch))
-            check(TYPES.system, batch, unstorable_parts(partition_parts(self._table), batch))
+            check_storable(TYPES.system, batch, unstorable_parts(partition_parts(self._table), batch))
             files.write((), batch)
 
     def finish(self) -> int:

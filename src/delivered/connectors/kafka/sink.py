@@ -29,7 +29,7 @@ from delivered.ledger import Store
 from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.identity import Scope, Work
-from delivered.model.ranges import EVERYTHING, Range, check, unstorable
+from delivered.model.rows import EVERYTHING, Range, check_storable, unstorable
 from delivered.source import COLUMNS, HEADER, HEADERS
 
 
@@ -214,7 +214,7 @@ def binary(batch: pa.RecordBatch, name: str, n: int) -> pa.Array:
 
 def headers(batch: pa.RecordBatch, n: int) -> pa.Array:
     """The headers, the column message_id last; an empty list becomes null, since a reader cannot distinguish them."""
-    check("Kafka", batch, _find_not_utf8(batch, "message_id"))
+    check_storable("Kafka", batch, _find_not_utf8(batch, "message_id"))
     given = _headers(batch, n)
     return _with_ids(given, batch.column("message_id")) if "message_id" in batch.schema.names else given
 
@@ -244,7 +244,7 @@ def _headers(batch: pa.RecordBatch, n: int) -> pa.Array:
     array = batch.column(batch.schema.get_field_index("headers"))
     if array.null_count == n:
         return pa.nulls(n, HEADERS.type)
-    check("Kafka", batch, _find_not_utf8(batch, "headers"))
+    check_storable("Kafka", batch, _find_not_utf8(batch, "headers"))
     array = array.cast(HEADERS.type)
     unnamed = _find_unnamed(array)
     if unnamed is not None and pc.any(unnamed).as_py():
@@ -281,7 +281,7 @@ def topics(batch: pa.RecordBatch, default: str | None, ledger_topic: str | None 
     """
     if default is not None or "topic" not in batch.schema.names:
         return None
-    check("Kafka", batch, _find_not_utf8(batch, "topic"))
+    check_storable("Kafka", batch, _find_not_utf8(batch, "topic"))
     column = batch.column(batch.schema.get_field_index("topic")).cast(pa.string())
     if column.null_count:
         row = pc.index(pc.is_null(column), True).as_py()

@@ -27,7 +27,7 @@ from delivered.kits.sql.table import (
 )
 from delivered.model.errors import UsageError
 from delivered.model.options import option
-from delivered.model.ranges import RANGES
+from delivered.model.rows import RANGES
 
 IDENTIFIER_LENGTH_MAX = 64
 

@@ -36,7 +36,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.patience import within
-from delivered.model.ranges import first_of, fitted
+from delivered.model.rows import first_of, fitted
 from delivered.model.work import Promise
 
 BLOCK_ROWS = 16_384
@@ -76,7 +76,7 @@ def blocks(batch: pa.RecordBatch, form: Form) -> Iterator[tuple[int, memoryview]
     """Rows of `batch` as text, in bounded blocks, each with its number of rows.
 
     Args:
-        batch: of plain types, with values that the server can store (`model.ranges`).
+        batch: of plain types, with values that the server can store (`model.rows`).
     """
     size = batch.nbytes
     rows = BLOCK_ROWS if size <= BLOCK_BYTES else max(1, min(BLOCK_ROWS, batch.num_rows * BLOCK_BYTES // size))

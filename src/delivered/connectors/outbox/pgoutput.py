@@ -11,7 +11,7 @@ from enum import StrEnum, auto
 from typing import Final
 
 from delivered.model.errors import InvariantBroken
-from delivered.model.ranges import INT64
+from delivered.model.rows import INT64
 
 BYTEA = 17
 _EPOCH_US = 946_684_800_000_000

@@ -22,7 +22,7 @@ from delivered.kits.sql.table import (
     table_name,
 )
 from delivered.model.options import option
-from delivered.model.ranges import RANGES
+from delivered.model.rows import RANGES
 
 IDENTIFIER_BYTES_MAX = 63
 

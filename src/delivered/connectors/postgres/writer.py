@@ -32,7 +32,7 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
-from delivered.model.ranges import first_of, fitted
+from delivered.model.rows import first_of, fitted
 from delivered.model.work import Promise
 
 if TYPE_CHECKING:

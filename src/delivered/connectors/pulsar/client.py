@@ -24,11 +24,10 @@ import urllib3
 
 from delivered.connectors.pulsar import PREFIX, Place, Position, short_name
 from delivered.model.answers import AnswerTooLarge, JsonAnswer, TimedAnswer, UnexpectedAnswer
-from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError, extra
+from delivered.model.errors import REDACTED, BadRecord, DeliveredError, Unreachable, UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S, SOURCE_PATIENCE_S
 from delivered.model.options import is_reference, resolve_secret
 from delivered.model.patience import left_s
-from delivered.model.secrets import REDACTED
 
 _warm: dict[tuple[int, str], Any] = {}
 

@@ -58,9 +58,9 @@ from delivered.model.errors import BadRecord, InvariantBroken, Refused, Unreacha
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
-from delivered.model.ranges import ROCKETMQ_PROPERTIES_BYTES_MAX as PROPERTIES_BYTES_MAX
-from delivered.model.ranges import ROCKETMQ_WORDS_BYTES_MAX as WORDS_BYTES_MAX
-from delivered.model.ranges import bytes_of, check_lengths, too_long
+from delivered.model.rows import ROCKETMQ_PROPERTIES_BYTES_MAX as PROPERTIES_BYTES_MAX
+from delivered.model.rows import ROCKETMQ_WORDS_BYTES_MAX as WORDS_BYTES_MAX
+from delivered.model.rows import bytes_of, check_lengths, too_long
 from delivered.model.work import Failed, Ok, Outcome, Prepared, Promise, Unknown, check_format
 
 _NEEDED = {"NORMAL": (), "FIFO": ("message_group",), "DELAY": ("delivery_timestamp",), TRANSACTION: ()}

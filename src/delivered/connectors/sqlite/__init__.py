@@ -18,7 +18,7 @@ from delivered.kits.sql.sink import HISTORY, DatabaseSink
 from delivered.kits.sql.table import TableOptions, Types
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.options import OptionType, Unfit, option
-from delivered.model.ranges import RANGES
+from delivered.model.rows import RANGES
 
 RESERVED_PREFIX = "_delivered_"
 

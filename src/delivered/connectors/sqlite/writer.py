@@ -44,7 +44,7 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
-from delivered.model.ranges import because, first_of, fitted
+from delivered.model.rows import because, first_of, fitted
 from delivered.model.work import Handle, Promise
 
 _SUFFIX = ".arrow"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.model.errors import one_line
 from delivered.model.limits import RECORD_VALUES_MAX, SCHEMA_DEPTH_MAX, SCHEMA_TYPES_MAX
-from delivered.model.secrets import one_line
 
 _REASON_LENGTH_MAX = 300
 

@@ -29,7 +29,7 @@ from delivered.model.capability import WriteMode
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.patience import TELL_AFTER_S, TELL_EVERY_S, patience_s, query_patience_s, wait_out
-from delivered.model.ranges import INT32, INT64
+from delivered.model.rows import INT32, INT64
 from delivered.model.work import STARTED
 
 if TYPE_CHECKING:

@@ -44,8 +44,7 @@ from delivered.kits.sql.table import (
 from delivered.model.capability import OnConflict, WriteMode
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.identity import Scope, Work
-from delivered.model.ranges import because
-from delivered.model.rows import as_json_text
+from delivered.model.rows import as_json_text, because
 
 if TYPE_CHECKING:
     from delivered.kits.sql.database import Connection

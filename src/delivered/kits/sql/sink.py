@@ -67,7 +67,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, REDO_MEMORY_BYTES
 from delivered.model.patience import query_patience_s
-from delivered.model.ranges import fitted
+from delivered.model.rows import fitted
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, Failed, Handle, Ok, Outcome, Prepared, Promise, Unknown
 

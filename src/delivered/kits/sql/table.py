@@ -20,7 +20,6 @@ from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Finding
 from delivered.kits.options import if_not_exists, merge_schema, not_blank, password_in_url, sink_name, write_mode
 from delivered.kits.sql.database import quoted
-from delivered.model import ranges
 from delivered.model.capability import WriteMode
 from delivered.model.errors import BadRecord, UsageError, did_you_mean
 from delivered.model.options import (
@@ -34,7 +33,7 @@ from delivered.model.options import (
     option,
     resolve_secret,
 )
-from delivered.model.ranges import because
+from delivered.model.rows import Range, because, check_storable, unstorable
 
 LEDGER_SCHEMA_DEFAULT = "delivered"
 LOCK_TIMEOUT_S_DEFAULT = 60
@@ -246,7 +245,7 @@ class Types(ABC):
     folds_case: ClassVar[bool] = False
     """Names are case-insensitive."""
     nested_hint: ClassVar[str] = ""
-    range: ClassVar[ranges.Range]
+    range: ClassVar[Range]
     """The values that it stores."""
 
     def unstorable(self, batch: pa.RecordBatch) -> pa.Array | None:
@@ -254,11 +253,11 @@ class Types(ABC):
 
         Constraints of the table are up to the database: a row that violates one fails the query.
         """
-        return ranges.unstorable(self.range, batch)
+        return unstorable(self.range, batch)
 
     def check_values(self, batch: pa.RecordBatch) -> None:
         """Raise BadRecord for the first row that `unstorable` has a reason for."""
-        ranges.check(self.system, batch, self.unstorable(batch))
+        check_storable(self.system, batch, self.unstorable(batch))
 
     @abstractmethod
     def declared(self, kind: pa.DataType) -> str | None:

@@ -43,8 +43,7 @@ from delivered.kits.warm import WarmClients
 from delivered.model.capability import APPEND, Guarantee, WriteMode
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.identity import Scope, Work
-from delivered.model.ranges import because, first_of, first_reason, rows_of_values
-from delivered.model.rows import NOT_OF_A_ROW, reason_of
+from delivered.model.rows import NOT_OF_A_ROW, because, first_of, first_reason, reason_of, rows_of_values
 
 TRIAL_AGE_S = 10
 """How long a task judges rows by what it read of the table. Writers read it again."""

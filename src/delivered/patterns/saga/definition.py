@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from urllib.parse import quote
 
 from delivered.model.answers import ends_within, limited
-from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError, extra
+from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError, extra, without_passwords
 from delivered.model.limits import NAME_LENGTH_MAX, SAGA_DATA_BYTES_MAX, SAGA_STEPS_MAX
 from delivered.model.options import REFERENCES, check_argument, check_http_url, resolve_secret
-from delivered.model.secrets import without_passwords
 from delivered.patterns.caller import json_text
 
 if TYPE_CHECKING:

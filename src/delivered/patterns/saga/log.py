@@ -18,10 +18,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from delivered.kits.mysql import address, tls_of_url
-from delivered.model.errors import BadRecord, Fenced, Refused, Unreachable, UsageError, extra
+from delivered.model.errors import BadRecord, Fenced, Refused, Unreachable, UsageError, extra, holds_password
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SAGA_DATA_BYTES_MAX, SAGA_ID_BYTES_MAX
 from delivered.model.options import Unfit, check_argument, check_postgres_words, password_in_url, resolve_secret
-from delivered.model.secrets import holds_password
 from delivered.patterns.caller import NOW_MS, Caller, as_text, check_dialect, format_ddl, json_text, unstorable
 from delivered.patterns.saga.definition import Entry, Event, Saga, Status, Verb
 
