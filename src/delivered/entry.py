@@ -287,7 +287,7 @@ class Pipeline(Definition):
             UsageError: invalid options, several sinks and none named, or one of Spark's own sources.
         """
         from delivered.audit.request import KeyShare, check_since, sealing
-        from delivered.checkpoint.folder import read_logged
+        from delivered.checkpoint import read_logged
 
         if every is not None:
             spark = spark() if callable(spark) else spark

@@ -23,7 +23,7 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql.datasource import DataSource, DataSourceStreamWriter, WriterCommitMessage
 
 import delivered
-from delivered.checkpoint.folder import read_logged, read_view
+from delivered.checkpoint import read_logged, read_view
 from delivered.connectors.log import append
 from delivered.model.errors import UsageError
 from delivered.model.translate import translated
@@ -563,7 +563,7 @@ def processes_of_a_writer(spark: SparkSession, seen: Seen) -> None:
 
 
 WATCHED_ELSEWHERE: dict[str, Callable[[SparkSession, Seen], None]] = {
-    "checkpoint/folder.py": checkpoint_files,
+    "checkpoint/__init__.py": checkpoint_files,
     "engine/owner.py": children_of_the_jvm,
     "model/translate.py": errors_of_workers,
     "pipeline/spec.py": processes_of_a_writer,

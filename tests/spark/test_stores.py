@@ -16,7 +16,7 @@ from tests.support.hadoop import Hdfs, s3a_jars, s3a_settings
 from tests.support.halted import killed
 
 import delivered
-from delivered.checkpoint.folder import open_folder, read, read_logged
+from delivered.checkpoint import open_folder, read, read_logged
 
 RECORDS, AT_ONCE = 3_000, 600
 CRASHES = "commit.decide:before@batch=1,commit.apply:before@batch=2,log:before@batch=3"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from delivered.checkpoint import folder
-from delivered.checkpoint.folder import configure, open_folder, prefixes, read_logged, remember, store_of
+from delivered import checkpoint
+from delivered.checkpoint import configure, open_folder, prefixes, read_logged, remember, store_of
 from delivered.model.errors import DeliveredError, Refused, Unreachable
 from delivered.model.patience import asking_once
 
@@ -31,8 +31,8 @@ DEFAULT = """
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: Any) -> None:
-    monkeypatch.setattr(folder, "_stores", {})
-    monkeypatch.setattr(folder, "_settings", {})
+    monkeypatch.setattr(checkpoint, "_stores", {})
+    monkeypatch.setattr(checkpoint, "_settings", {})
     monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
 
 

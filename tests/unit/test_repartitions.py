@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from delivered.checkpoint.folder import repartitions_before
+from delivered.checkpoint import repartitions_before
 from delivered.engine.recover import NewBatch, judge
 from delivered.model.capability import Guarantee
 from delivered.model.errors import LedgerBehind

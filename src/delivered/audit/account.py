@@ -68,7 +68,7 @@ from delivered.audit.request import (
 )
 from delivered.audit.seal import Seal
 from delivered.audit.sealing import Seals, find_cut, read_account
-from delivered.checkpoint.folder import batch_metadata, read_view
+from delivered.checkpoint import batch_metadata, read_view
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets, Slice
 from delivered.model.errors import DeliveredError, Refused

@@ -16,7 +16,7 @@ from delivered.audit.continuation import first_index, is_behind
 from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.request import AuditRequest, BadExpression, NeedsSpark, Positions, SourceRange, id_sql, parsed
 from delivered.audit.seal import Seal, Sums, current
-from delivered.checkpoint.folder import read_view
+from delivered.checkpoint import read_view
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Slice
 from delivered.model.capability import Guarantee

@@ -34,7 +34,7 @@ from delivered.audit.judge import Result, report_of_ledger
 from delivered.audit.report import AuditReport, Continuation
 from delivered.audit.request import AuditRequest, Positions, Sealing, SourceSet, as_text, parsed
 from delivered.audit.seal import Seal, chain_faults, digest_of, stored_seal
-from delivered.checkpoint.folder import read_view
+from delivered.checkpoint import read_view
 from delivered.checkpoint.history import last_seal
 from delivered.checkpoint.sidecar import read_first, stream_driver
 from delivered.contract.sink import BoundedScan, Changes

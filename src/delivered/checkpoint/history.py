@@ -24,7 +24,7 @@ from typing import Any, Protocol, Self
 
 from pyarrow import fs
 
-from delivered.checkpoint import folder
+from delivered import checkpoint
 from delivered.model.errors import DeliveredError
 from delivered.model.work import BatchReport, without_format
 from delivered.source import lag_by_partition
@@ -284,9 +284,9 @@ def _backwards(path: Path) -> Iterator[bytes]:
 
 
 def _path(location: str, name: str) -> Path | None:
-    if folder.SCHEME.match(location) and not location.startswith("file:"):
+    if checkpoint.SCHEME.match(location) and not location.startswith("file:"):
         return None  # without a client for its store: this is asked for every batch
-    filesystem, path = folder.open_folder(location)
+    filesystem, path = checkpoint.open_folder(location)
     return Path(path) / name if isinstance(filesystem, fs.LocalFileSystem) else None
 
 
@@ -357,7 +357,7 @@ def keep_run(location: str, run: Run) -> None:
     try:
         others = [r for r in runs(location) if (r.id, r.started_ms) != (run.id, run.started_ms)]
         kept = sorted([*others, run], key=lambda r: r.started_ms)[-RUNS_MAX:]
-        folder.write_record(location, RUNS, {"runs": [r.to_json() for r in kept]})
+        checkpoint.write_record(location, RUNS, {"runs": [r.to_json() for r in kept]})
     except Exception as error:
         log.debug("the run was not kept: %s", error)
 
@@ -370,8 +370,8 @@ def keeping_failed_start(location: str) -> Iterator[None]:
         yield
     except DeliveredError as error:
         with contextlib.suppress(DeliveredError):
-            if folder.holds(location, "delivered", ""):
-                _, batch = folder.read_logged(location)
+            if checkpoint.holds(location, "delivered", ""):
+                _, batch = checkpoint.read_logged(location)
                 keep_run(location, Run.new("").ended(batch, error))
         raise
 
@@ -379,7 +379,7 @@ def keeping_failed_start(location: str) -> Iterator[None]:
 def runs(location: str) -> list[Run]:
     """Oldest first; of a file that cannot be read, none."""
     try:
-        text = folder.read(location, RUNS)
+        text = checkpoint.read(location, RUNS)
         found = without_format(json.loads(text), "runs")["runs"] if text is not None else []
         return [Run.from_json(r) for r in found]
     except (DeliveredError, ValueError, KeyError, TypeError) as error:
@@ -434,14 +434,14 @@ def looked_at(location: str, sinks: Iterable[_Counted]) -> None:
     now = _now_ms()
     counts = {s.name: {"records": s.records, "at_ms": now} for s in sinks if s.dead_letters and s.records is not None}
     try:
-        folder.write_record(location, LOOKS_FILE, {"dead_letters": {**_read_looks(location), **counts}})
+        checkpoint.write_record(location, LOOKS_FILE, {"dead_letters": {**_read_looks(location), **counts}})
     except DeliveredError as error:
         log.debug("the look was not kept: %s", error)
 
 
 def _read_looks(location: str) -> Mapping[str, Any]:
     try:
-        text = folder.read(location, LOOKS_FILE)
+        text = checkpoint.read(location, LOOKS_FILE)
         return {} if text is None else dict(without_format(json.loads(text), "looks")["dead_letters"])
     except (DeliveredError, ValueError, KeyError, TypeError) as error:
         log.debug("earlier looks cannot be read: %s", error)

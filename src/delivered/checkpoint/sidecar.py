@@ -14,8 +14,8 @@ from typing import Any
 
 from pyarrow import fs
 
-from delivered.checkpoint import folder
-from delivered.checkpoint.folder import open_folder
+from delivered import checkpoint
+from delivered.checkpoint import open_folder
 from delivered.contract.connector import build
 from delivered.contract.source import HeldBack, Offsets, Retained, Slice, Source, SourceDriver
 from delivered.model.capability import Dedup
@@ -44,8 +44,8 @@ def read_first(location: str, source: str = SOURCE) -> Offsets | None:
         Refused: a newer Spark wrote it.
         Unreachable: the checkpoint cannot be read.
     """
-    file = folder.sidecar(FIRST_FILE, source)
-    found = folder.read_record(
+    file = checkpoint.file_of(FIRST_FILE, source)
+    found = checkpoint.read_record(
         location, file, "a source's first offsets", lambda found: dict(found["offsets"]), "SOURCE_OFFSETS_DAMAGED"
     )
     return _first_by_spark(location) if found is None and source == SOURCE else found
@@ -53,12 +53,12 @@ def read_first(location: str, source: str = SOURCE) -> Offsets | None:
 
 def is_ours(location: str) -> bool:
     """Whether a source of this package has stored first offsets here, under any name."""
-    return folder.holds(location, "delivered", FIRST_FILE.rsplit("/", 1)[1])
+    return checkpoint.holds(location, "delivered", FIRST_FILE.rsplit("/", 1)[1])
 
 
 def _first_by_spark(location: str) -> Offsets | None:
     """Raises Refused: in a form that is not known yet."""
-    content = (folder.read(location, _SPARKS_OWN) or b"")[1:]
+    content = (checkpoint.read(location, _SPARKS_OWN) or b"")[1:]
     versioned = re.match(rb"v(\d+)\n", content)
     if versioned is not None and int(versioned[1]) > _SPARKS_VERSION:
         file, version = f"{location}/{_SPARKS_OWN}", int(versioned[1])
@@ -80,10 +80,10 @@ def keep_first(location: str, initial: Callable[[], Offsets], source: str = SOUR
         initial: asks the source.
     """
     found = read_first(location, source)
-    if found is not None or source in by_source(folder.newest_offsets(location)):
+    if found is not None or source in by_source(checkpoint.newest_offsets(location)):
         return found
     offsets = initial()
-    folder.write_record(location, folder.sidecar(FIRST_FILE, source), {"offsets": offsets}, first=True)
+    checkpoint.write_record(location, checkpoint.file_of(FIRST_FILE, source), {"offsets": offsets}, first=True)
     # Another start may have been faster: the file's content counts.
     return read_first(location, source) or offsets
 
@@ -109,7 +109,7 @@ class Landmarks:
 
     def __init__(self, location: str | None, name: str = SOURCE) -> None:
         self._location = location
-        self._file = folder.sidecar(LANDMARKS_FILE, name)
+        self._file = checkpoint.file_of(LANDMARKS_FILE, name)
         self._checked = False
         self._known: tuple[Offsets, dict[str, str]] | None = None
         self._kept_s = float("-inf")
@@ -122,7 +122,7 @@ class Landmarks:
         """
         if self._checked or self._location is None:
             return
-        record = folder.read_record(
+        record = checkpoint.read_record(
             self._location, self._file, "the landmarks of a source's offsets", _fields, "LANDMARKS_DAMAGED"
         )
         if record is not None and not is_ahead(record[0], position):
@@ -150,7 +150,7 @@ class Landmarks:
                 driver.check_landmarks(*self._known)
             found = dict(driver.landmarks(position))
             if found:
-                folder.write_record(self._location, self._file, {"offsets": position, "landmarks": found})
+                checkpoint.write_record(self._location, self._file, {"offsets": position, "landmarks": found})
             self._known = position, found
         except InvariantBroken:
             raise
@@ -197,7 +197,7 @@ class OffsetMetadata:
         writes: bool = True,
         name: str = SOURCE,
     ) -> None:
-        self._file = folder.sidecar(METADATA_FILE, name)
+        self._file = checkpoint.file_of(METADATA_FILE, name)
         self._location = location
         self._writes = writes and location is not None
         self._keys = keys
@@ -250,7 +250,7 @@ class OffsetMetadata:
         entries = [*entries, _Entry(plain, metadata)][-OFFSET_METADATA_MAX:]
         if self._writes and self._location is not None:
             record = {"entries": [{"offsets": e.at, "metadata": e.metadata} for e in entries]}
-            folder.write_record(self._location, self._file, record)
+            checkpoint.write_record(self._location, self._file, record)
         self._entries = entries
 
     def _of_others(self, entry: _Entry) -> Offsets:
@@ -267,7 +267,7 @@ def _read(location: str, file: str) -> list[_Entry]:
         return [_Entry(dict(entry["offsets"]), dict(entry["metadata"])) for entry in found["entries"]]
 
     what = "the metadata of a source's offsets"
-    return folder.read_record(location, file, what, entries, "OFFSET_METADATA_DAMAGED") or []
+    return checkpoint.read_record(location, file, what, entries, "OFFSET_METADATA_DAMAGED") or []
 
 
 class PlainDriver(SourceDriver):
@@ -376,7 +376,9 @@ def read_decider(location: str) -> str | None:
         Unreachable: the checkpoint cannot be read.
     """
     what = "a checkpoint's deciding sink"
-    return folder.read_record(location, DECIDER_FILE, what, lambda found: str(found["sink"]), "DECIDING_SINK_DAMAGED")
+    return checkpoint.read_record(
+        location, DECIDER_FILE, what, lambda found: str(found["sink"]), "DECIDING_SINK_DAMAGED"
+    )
 
 
 def keep_decider(location: str, sink: str, *, several: bool) -> None:
@@ -387,7 +389,7 @@ def keep_decider(location: str, sink: str, *, several: bool) -> None:
     """
     before = read_decider(location)
     if sink != before and (several or before is not None):
-        folder.write_record(location, DECIDER_FILE, {"sink": sink})
+        checkpoint.write_record(location, DECIDER_FILE, {"sink": sink})
 
 
 # The dedup that created a checkpoint's state, stored in its sidecar.
@@ -411,7 +413,7 @@ class _KeptDedup:
 
 
 def _read_dedup(location: str) -> _KeptDedup | None:
-    return folder.read_record(location, DEDUP_FILE, "a dedup's settings", _KeptDedup.of, "DEDUP_DAMAGED")
+    return checkpoint.read_record(location, DEDUP_FILE, "a dedup's settings", _KeptDedup.of, "DEDUP_DAMAGED")
 
 
 def find_changed_dedup(location: str, dedup: Dedup | None, sink: str = "") -> str | None:
@@ -446,7 +448,7 @@ def keep_dedup(location: str, dedup: Dedup | None, *, fresh: bool, sink: str = "
     if not fresh:
         raise Refused("DEDUP_CHANGED.STORED", location=location, before=before)
     place = {"sink": sink} if dedup is not None and dedup.in_table else {}
-    folder.write_record(location, DEDUP_FILE, {"dedup": dedup.to_json() if dedup is not None else None, **place})
+    checkpoint.write_record(location, DEDUP_FILE, {"dedup": dedup.to_json() if dedup is not None else None, **place})
 
 
 # Settings by which Spark divides a batch into shards, stored in the checkpoint's sidecar.
@@ -468,12 +470,12 @@ def keep_shards(location: str, now: Mapping[str, str]) -> dict[str, str]:
         Unreachable: the checkpoint cannot be read or written to.
     """
     what = "the settings of a checkpoint's shards"
-    before = folder.read_record(location, SHARDS_FILE, what, _settings, "SHARDS_DAMAGED")
-    _, newest = folder.read_logged(location)
-    if before is not None and newest is not None and not folder.is_done(location, newest):
+    before = checkpoint.read_record(location, SHARDS_FILE, what, _settings, "SHARDS_DAMAGED")
+    _, newest = checkpoint.read_logged(location)
+    if before is not None and newest is not None and not checkpoint.is_done(location, newest):
         return before
     if before != now:
-        folder.write_record(location, SHARDS_FILE, {"settings": dict(now)})
+        checkpoint.write_record(location, SHARDS_FILE, {"settings": dict(now)})
     return dict(now)
 
 
@@ -497,7 +499,7 @@ def read_removed(location: str) -> Mapping[str, str]:
         Unreachable: the checkpoint cannot be read.
     """
     what = "a checkpoint's removed sources"
-    of = folder.read_record(
+    of = checkpoint.read_record(
         location, REMOVED_FILE, what, lambda found: dict(found["removed"]), "REMOVED_SOURCES_DAMAGED"
     )
     return of or {}
@@ -516,9 +518,9 @@ def keep_removed(location: str, names: Collection[str]) -> None:
     """
     if set(names) == {SOURCE}:
         return  # Spark's log identifies a source without a name by its position
-    dropped = {n: at for n, at in by_source(folder.newest_offsets(location)).items() if n not in names}
+    dropped = {n: at for n, at in by_source(checkpoint.newest_offsets(location)).items() if n not in names}
     if dropped:
-        folder.write_record(location, REMOVED_FILE, {"removed": {**read_removed(location), **dropped}})
+        checkpoint.write_record(location, REMOVED_FILE, {"removed": {**read_removed(location), **dropped}})
 
 
 # Versions and ids of the registered schemas that a query reads and writes with, stored in the checkpoint's sidecar.
@@ -552,25 +554,25 @@ def keep_written_schemas(location: str, batch: int, ids: Mapping[str, int]) -> N
     if not changes or changes[-1][1] != ids:
         changes.append((batch, dict(ids)))
     if changes != known:
-        folder.write_record(location, WRITTEN_FILE, {"changes": changes[-_SCHEMAS_MAX:]})
+        checkpoint.write_record(location, WRITTEN_FILE, {"changes": changes[-_SCHEMAS_MAX:]})
 
 
 def read_schemas(location: str) -> dict[str, dict[str, int]]:
     """Versions by source and column that the query was last started with. Raises as `written`."""
     what = "the schemas that a query reads with"
-    found = folder.read_record(location, READ_FILE, what, lambda found: dict(found["sources"]), "SCHEMAS_DAMAGED")
+    found = checkpoint.read_record(location, READ_FILE, what, lambda found: dict(found["sources"]), "SCHEMAS_DAMAGED")
     return found or {}
 
 
 def keep_read_schemas(location: str, versions: Mapping[str, Mapping[str, int]]) -> None:
     """Store them, before the query starts. Raises as `keep_written`."""
     if read_schemas(location) != versions:
-        folder.write_record(location, READ_FILE, {"sources": versions})
+        checkpoint.write_record(location, READ_FILE, {"sources": versions})
 
 
 def _schema_changes(location: str) -> list[tuple[int, dict[str, int]]]:
     what = "the schemas that batches were written with"
-    found = folder.read_record(
+    found = checkpoint.read_record(
         location,
         WRITTEN_FILE,
         what,
@@ -598,7 +600,7 @@ def put_task_file(location: str, batch: int, start: str, name: str, data: bytes)
     Raises:
         Unreachable: the checkpoint cannot be written to from here.
     """
-    folder.write(location, f"{_FOLDER}/{batch}/{start}/{name}.arrow", data, first=False)
+    checkpoint.write(location, f"{_FOLDER}/{batch}/{start}/{name}.arrow", data, first=False)
 
 
 def forget_task_files(location: str, batch: int, *, decided: bool) -> None:
@@ -615,7 +617,7 @@ def forget_task_files(location: str, batch: int, *, decided: bool) -> None:
 
 def gather_task_files(location: str, batch: int, start: str, join: Callable[[Sequence[bytes]], bytes]) -> bytes | None:
     """A batch's files, joined; the same at every call after the first. None: there are none. Runs on the driver."""
-    known = folder.read(location, f"{_FOLDER}/{batch}/{_GATHERED}")
+    known = checkpoint.read(location, f"{_FOLDER}/{batch}/{_GATHERED}")
     if known is not None:
         return known
     filesystem, where = _place(location)
@@ -625,11 +627,11 @@ def gather_task_files(location: str, batch: int, start: str, join: Callable[[Seq
         files = filesystem.get_file_info(selector)
         return sorted(f.base_name for f in files if f.base_name.endswith(".arrow"))
 
-    stored = [folder.read(location, f"{_FOLDER}/{batch}/{start}/{n}") for n in _guard(location, names)]
+    stored = [checkpoint.read(location, f"{_FOLDER}/{batch}/{start}/{n}") for n in _guard(location, names)]
     if not stored:
         return None
     data = join([s for s in stored if s is not None])
-    folder.write(location, f"{_FOLDER}/{batch}/{_GATHERED}", data, first=False)
+    checkpoint.write(location, f"{_FOLDER}/{batch}/{_GATHERED}", data, first=False)
     return data
 
 
@@ -638,8 +640,8 @@ def _place(location: str) -> tuple[fs.FileSystem, str]:
     return filesystem, f"{path.rstrip('/')}/{_FOLDER}"
 
 
-def _guard(location: str, act: Callable[[], folder.T]) -> folder.T:
+def _guard(location: str, act: Callable[[], checkpoint.T]) -> checkpoint.T:
     try:
         return act()
     except OSError as error:
-        raise folder.unusable(location, error) from error
+        raise checkpoint.unusable(location, error) from error

@@ -125,7 +125,7 @@ def audit(
     proved; exit code 1 if the guarantee was violated, 3 if unknown."""
     from delivered.audit.report import render
     from delivered.audit.request import KeyShare, check_since, sealing
-    from delivered.checkpoint.folder import read_logged
+    from delivered.checkpoint import read_logged
     from delivered.cli.run import SparkLog, quiet_spark
 
     one: dict[str, object] = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint}

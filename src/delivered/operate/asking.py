@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import yaml
 
 from delivered.audit.seal import Sealed
-from delivered.checkpoint.folder import is_done, read_logged, started_ms
+from delivered.checkpoint import is_done, read_logged, started_ms
 from delivered.checkpoint.history import batches, last_audits, new_dead_letters, runs, samples, totals
 from delivered.contract.source import HeldBack, Retained, Source
 from delivered.engine.context import open_ledger, open_shared_ledger

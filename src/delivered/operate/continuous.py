@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from delivered.checkpoint.folder import read_logged
+from delivered.checkpoint import read_logged
 from delivered.checkpoint.history import add_audit
 from delivered.engine.context import open_shared_ledger
 from delivered.model.errors import DeliveredError

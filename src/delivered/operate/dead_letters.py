@@ -32,7 +32,7 @@ import psutil
 import pyarrow as pa
 from pyarrow import fs
 
-from delivered.checkpoint.folder import open_folder, read_logged, read_record, write_record
+from delivered.checkpoint import open_folder, read_logged, read_record, write_record
 from delivered.contract.sink import Sink
 from delivered.contract.source import COORDINATES, Source
 from delivered.engine.context import Context

@@ -15,7 +15,7 @@ from typing import Any
 
 from delivered.audit.evidence_file import Bound, Chain, Evidence, Fault, Kind, against_ledger, new_evidence, select
 from delivered.audit.seal import Seal, stored_seal
-from delivered.checkpoint.folder import read_logged
+from delivered.checkpoint import read_logged
 from delivered.contract.source import Offsets
 from delivered.engine.context import open_shared_ledger
 from delivered.ledger import Ledger

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from pyarrow import fs
 
-from delivered.checkpoint import folder
+from delivered import checkpoint
 from delivered.model.answers import TimedAnswer
 from delivered.model.errors import DeliveredError, UsageError, without_passwords
 from delivered.model.limits import CONNECT_TIMEOUT_S, NOTIFY_EVERY_S, NOTIFY_TRIES_MAX
@@ -246,7 +246,7 @@ class Notifier:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Without another watcher of this machine. A checkpoint in an object store has no locks."""
-        filesystem, path = folder.open_folder(self._location)
+        filesystem, path = checkpoint.open_folder(self._location)
         with contextlib.ExitStack() as stack:
             if isinstance(filesystem, fs.LocalFileSystem):
                 with contextlib.suppress(OSError):  # one who may only read it
@@ -259,7 +259,7 @@ class Notifier:
         """What is kept, and when the status was asked that it is of. If that cannot be read or written: as this process
         knows it."""
         try:
-            text = folder.read(self._location, FILE) if self._is_kept else None
+            text = checkpoint.read(self._location, FILE) if self._is_kept else None
             if text is not None:
                 found = without_format(json.loads(text), "notifications")
                 known = [Reported(Message(**r["message"]), r["is_sent"], r["tries"]) for r in found["problems"]]
@@ -271,7 +271,7 @@ class Notifier:
     def _store(self, asked_ms: int) -> bool:
         listed = [asdict(r) for r in self._known.values()][-_KEPT_MAX:]
         try:
-            folder.write_record(self._location, FILE, {"problems": listed, "asked_ms": asked_ms})
+            checkpoint.write_record(self._location, FILE, {"problems": listed, "asked_ms": asked_ms})
         except (DeliveredError, OSError) as error:
             log.debug("notifications were not kept: %s", error)
             return False

@@ -13,7 +13,7 @@ from typing import Any
 
 from delivered import html
 from delivered.audit.seal import State
-from delivered.checkpoint.folder import batch_metadata
+from delivered.checkpoint import batch_metadata
 from delivered.checkpoint.history import SAMPLE_EVERY_S, Run, Sample, audits, batches, samples, states
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import SOURCE, batches_text

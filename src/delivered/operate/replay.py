@@ -29,8 +29,7 @@ import psutil
 import yaml
 from pydantic import ValidationError
 
-from delivered.checkpoint import sidecar
-from delivered.checkpoint.folder import read_logged, read_record, write_record
+from delivered.checkpoint import read_logged, read_record, sidecar, write_record
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets
 from delivered.engine.context import Context

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from delivered.checkpoint.folder import read_logged
+from delivered.checkpoint import read_logged
 from delivered.contract.sink import Committer, OpenTransaction
 from delivered.engine.context import open_shared_ledger
 from delivered.engine.owner import is_running

@@ -12,8 +12,7 @@ from functools import partial
 
 import pyarrow as pa
 
-from delivered.checkpoint import sidecar
-from delivered.checkpoint.folder import holds_state, read_view, repartitions_before
+from delivered.checkpoint import holds_state, read_view, repartitions_before, sidecar
 from delivered.checkpoint.history import add
 from delivered.contract.sink import Sink
 from delivered.engine.context import Context

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, Self
 
-from delivered.checkpoint.folder import configure
+from delivered.checkpoint import configure
 from delivered.contract.connector import Connector
 from delivered.contract.source import Offsets
 from delivered.model.capability import Dedup, Guarantee

@@ -20,8 +20,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 
-from delivered.checkpoint import sidecar
-from delivered.checkpoint.folder import (
+from delivered.checkpoint import (
     find_damaged,
     find_unwritable,
     is_done,
@@ -29,6 +28,7 @@ from delivered.checkpoint.folder import (
     read_logged,
     read_view,
     repartitions_before,
+    sidecar,
 )
 from delivered.checkpoint.sidecar import find_changed_dedup, read_decider, read_removed
 from delivered.contract.sink import Sink

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from delivered.checkpoint.folder import is_done
+from delivered.checkpoint import is_done
 from delivered.engine.context import open_shared_ledger
 from delivered.ledger import Ledger
 from delivered.model.errors import DeliveredError

@@ -23,7 +23,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pyarrow as pa
 
-from delivered.checkpoint.folder import Store, remember
+from delivered.checkpoint import Store, remember
 from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets
 from delivered.engine.sinks import Columns, Sinks

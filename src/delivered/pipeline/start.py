@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from delivered.checkpoint import sidecar
-from delivered.checkpoint.folder import holds_state, is_done, read_logged, read_view, recall
+from delivered.checkpoint import holds_state, is_done, read_logged, read_view, recall, sidecar
 from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets, Resumption, Source
 from delivered.engine.context import open_shared_ledger

@@ -16,7 +16,7 @@ import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import SparkSession
 
-from delivered.checkpoint.folder import Store, is_relative, remember, store_of
+from delivered.checkpoint import Store, is_relative, remember, store_of
 from delivered.contract.source import Finding
 from delivered.engine.owner import new_owner
 from delivered.model.capability import Guarantee

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from delivered.checkpoint.folder import recall, remember
+from delivered.checkpoint import recall, remember
 from delivered.engine.shard import may_send, write_shard
 from delivered.engine.transform import MESSAGE, unpack_message, without_rejected
 from delivered.model.capability import Guarantee

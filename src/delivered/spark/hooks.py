@@ -30,7 +30,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from delivered.checkpoint.folder import Store
+from delivered.checkpoint import Store
 from delivered.model.errors import Refused
 from delivered.model.options import find_option
 from delivered.model.translate import from_our_code, translated, worker_death

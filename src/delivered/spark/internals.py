@@ -175,7 +175,7 @@ SINCE: Mapping[str, str] = {
 """The first version that has it. 4.0.4, 4.1.3, 4.2.0 and 4.3.0 were looked at: all have everything else."""
 
 ELSEWHERE: Mapping[str, str] = {
-    "checkpoint/folder.py": "files metadata, offsets/N and commits/N of a checkpoint, and their header lines",
+    "checkpoint/__init__.py": "files metadata, offsets/N and commits/N of a checkpoint, and their header lines",
     "engine/owner.py": "the JVM is an ancestor of each Python process of the driver",
     "model/translate.py": "errors of workers as text: a Python trace inside a message, and what a dead worker leaves",
     "pipeline/spec.py": "options that Spark adds to a writer's: checkpointlocation, queryname",
@@ -278,7 +278,7 @@ def session_of(holder: Any) -> Any:
 )
 def hadoop_settings(spark: Any, location: str) -> dict[str, str]:
     """Hadoop's settings by which a session opens a location; over Spark Connect, those of Spark's configuration."""
-    from delivered.checkpoint.folder import S3A, SECRETS, prefixes
+    from delivered.checkpoint import S3A, SECRETS, prefixes
 
     if is_connect(spark):
         prefix = "spark.hadoop."
@@ -700,7 +700,7 @@ class _Remembering:
 
     def latestOffset(self) -> dict[str, Any]:  # noqa: N802
         if self._known_end is None:
-            from delivered.checkpoint.folder import read_logged  # not in a task
+            from delivered.checkpoint import read_logged  # not in a task
 
             checkpoint = self.query_checkpoint  # type: ignore[attr-defined]
             if checkpoint is not None and read_logged(checkpoint)[1] is not None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
-from delivered.checkpoint.folder import read_logged, recall
+from delivered.checkpoint import read_logged, recall
 from delivered.checkpoint.history import SAMPLE_EVERY_S, Run, States, keep_run
 from delivered.contract.source import COORDINATES, Source
 from delivered.engine.sinks import Columns

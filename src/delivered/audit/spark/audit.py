@@ -34,7 +34,7 @@ from delivered.audit.spark.source import (
     record_columns,
     shared_keys,
 )
-from delivered.checkpoint.folder import read_view
+from delivered.checkpoint import read_view
 from delivered.checkpoint.history import audits
 from delivered.contract.sink import BoundedScan, Sink
 from delivered.contract.source import Slice, Source

@@ -40,7 +40,7 @@ from delivered.audit.spark.audit import audit_sink, request_for, stored_rows
 from delivered.audit.spark.reconcile import Slots, canonical_schema, hashed, reconcile, without_order
 from delivered.audit.spark.slices import beyond_rows, keeps_partitions, kept_plain, shuffles_fit_for
 from delivered.audit.spark.source import SentRows, expressions, record_columns, union
-from delivered.checkpoint.folder import read_view
+from delivered.checkpoint import read_view
 from delivered.contract.sink import Sink
 from delivered.contract.source import Address, Source
 from delivered.engine.context import open_shared_ledger

@@ -64,7 +64,7 @@ from delivered.audit.spark.source import (
     record_columns,
     shared_keys,
 )
-from delivered.checkpoint.folder import batch_metadata, read_view
+from delivered.checkpoint import batch_metadata, read_view
 from delivered.contract.sink import BoundedScan
 from delivered.kits.sql.merge import CONFLICT
 from delivered.model.capability import Guarantee, WriteMode

@@ -21,7 +21,7 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from delivered.audit.request import Positions
-from delivered.checkpoint.folder import batch_metadata, open_folder
+from delivered.checkpoint import batch_metadata, open_folder
 from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.errors import InvariantBroken
