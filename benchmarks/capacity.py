@@ -29,7 +29,7 @@ import yaml
 from benchmarks import origin
 from benchmarks.__main__ import create_topic
 from delivered.crash import CRASH, CRASH_DIR, HIT_SUFFIX
-from delivered.engine.sinks import Sinks
+from delivered.engine import Sinks
 from delivered.kits.sql.table import LEDGER_SCHEMA_DEFAULT
 from delivered.model.rows import Rows
 from delivered_lab import brokers

@@ -18,10 +18,10 @@ def one_batch(guarantee: str = "exactly_once") -> Callable[[Path, Any], None]:
     pool = multiprocessing.get_context("spawn").Pool(CORES)
 
     def run(folder: Path, sink: Any) -> None:
+        from delivered.engine import Sinks
         from delivered.engine.context import Context
         from delivered.engine.decide import commit_batch
         from delivered.engine.recover import plan_batch
-        from delivered.engine.sinks import Sinks
         from delivered.model.capability import Guarantee
         from delivered.model.identity import Scope
         from delivered.model.work import CheckpointView, Owner
@@ -38,8 +38,8 @@ def one_batch(guarantee: str = "exactly_once") -> Callable[[Path, Any], None]:
 
 
 def _shard(sink: Any, plan: Any, shard: int, share: Sequence[str]) -> Any:
+    from delivered.engine import Sinks
     from delivered.engine.shard import write_shard
-    from delivered.engine.sinks import Sinks
     from delivered.model.rows import Rows
 
     return write_shard(

@@ -28,7 +28,7 @@ from benchmarks.tables import rows
 from delivered.connectors.mysql import CONNECTOR, MysqlOptions
 from delivered.connectors.mysql.client import connect
 from delivered.connectors.mysql.writer import Loading
-from delivered.engine.sinks import Sinks
+from delivered.engine import Sinks
 from delivered.model.rows import Rows
 
 parse = MysqlOptions.parse

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from delivered import html
-from delivered.checkpoint.folder import is_done, read_logged
+from delivered.checkpoint import is_done, read_logged
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.rows import OnBadRow
 from delivered.model.translate import translated

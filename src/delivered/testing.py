@@ -17,12 +17,11 @@ import psutil
 from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.source import Offsets, Slice, SourceDriver
 from delivered.crash import install_from_environment
+from delivered.engine import Sinks
 from delivered.engine.arbiter import register_plan
-from delivered.engine.context import Context
-from delivered.engine.owner import new_owner
+from delivered.engine.context import Context, new_owner
 from delivered.engine.runner import Runner
 from delivered.engine.shard import may_send, write_shard
-from delivered.engine.sinks import Sinks
 from delivered.engine.transform import ArrowTransform, Direct, pack_slice
 from delivered.entry import Pipeline
 from delivered.model.errors import DeliveredError

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pyarrow as pa
 from tests.support.sinks import Rig
 
+from delivered.engine import Sinks
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.rows import Rows

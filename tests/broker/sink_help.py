@@ -23,11 +23,11 @@ from delivered.connectors.kafka.committer import KafkaCommitter
 from delivered.connectors.kafka.sink import KafkaSink
 from delivered.connectors.kafka.store import KafkaStore
 from delivered.connectors.kafka.topics import ledger_topic
+from delivered.engine import Sinks
 from delivered.engine.context import Context, open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Sinks
 from delivered.ledger import Ledger
 from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint

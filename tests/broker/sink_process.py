@@ -16,8 +16,8 @@ def tell(what: Any) -> None:
 
 def write(sink: Any, plan: Any, shard: int, batches: Any, schema: Any) -> None:
     """Prepare a shard, print the message, then idle: the test kills this process."""
+    from delivered.engine import Sinks
     from delivered.engine.shard import write_shard
-    from delivered.engine.sinks import Sinks
     from delivered.model.rows import Rows
 
     tell(write_shard(Sinks.one(sink, plan.scope.sink), plan, shard, 0, map(Rows, batches), schema))

@@ -19,11 +19,11 @@ from tests.support.sweeps import sweep
 from tests.support.zygote import Zygote
 
 from delivered.connectors.log import append
+from delivered.engine import Sinks
 from delivered.engine.context import Context, open_committers, open_shared_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.rows import Rows

@@ -16,7 +16,7 @@ import pytest
 from tests.support.servers import Activemq, Kafka, Pulsar, Rabbitmq, Rocketmq
 from tests.support.sinks import Rig
 
-from delivered.engine.sinks import Sinks
+from delivered.engine import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.rows import OnBadRow
 from delivered.pipeline.registry import find_sink

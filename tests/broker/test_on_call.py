@@ -17,8 +17,7 @@ from tests.support.servers import Kafka, paused
 import delivered
 from delivered.cli.status import table
 from delivered.connectors.kafka.source import KafkaDriver
-from delivered.engine.context import open_shared_ledger
-from delivered.engine.owner import _place
+from delivered.engine.context import _place, open_shared_ledger
 from delivered.model.work import Owner
 from delivered.operate import asking, rules
 from delivered.operate.asking import status

@@ -20,7 +20,7 @@ from tests.support.decided import checkpoint, decide, pipeline
 
 from delivered.connectors.log.produce import append
 from delivered.contract.source import ReceiverReport
-from delivered.engine.owner import _place
+from delivered.engine.context import _place
 from delivered.model.work import Owner
 from delivered.operate.asking import status
 from delivered.operate.metrics import CONSUMED, SENT, exporting

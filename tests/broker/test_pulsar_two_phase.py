@@ -19,11 +19,11 @@ from tests.support.sinks import SHARDS, Rig, alone, offsets
 from delivered.connectors.pulsar.committer import Transaction, markers_topic, opened_topic
 from delivered.connectors.pulsar.journal import SUBSCRIPTION, Topic
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
+from delivered.engine import Sinks
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.errors import OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint

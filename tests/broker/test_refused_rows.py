@@ -15,8 +15,8 @@ from tests.support.sinks import Rig
 from tests.support.sweeps import sweep
 
 from delivered.contract.sink import Sink
+from delivered.engine import Sinks
 from delivered.engine.shard import find_reasons
-from delivered.engine.sinks import Sinks
 from delivered.model.rows import OnBadRow
 
 MECHANISMS = ("one_transaction", "two_phase")

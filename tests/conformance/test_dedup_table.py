@@ -16,11 +16,11 @@ from tests.support.scans import scanned
 from tests.support.sinks import SCHEMA, SINKS
 from tests.support.sweeps import once_each
 
+from delivered.engine import Sinks
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Sinks
 from delivered.kits.sql.ledger import KeyTable
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError

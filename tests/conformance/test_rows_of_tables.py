@@ -21,7 +21,7 @@ from tests.support.sweeps import sweep
 
 from delivered.connectors.files import CONNECTOR as FILES
 from delivered.contract.sink import Sink
-from delivered.engine.sinks import Sinks
+from delivered.engine import Sinks
 from delivered.model.errors import BadRecord, DeliveredError
 from delivered.model.rows import OnBadRow
 

@@ -26,7 +26,7 @@ from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
-from delivered.engine.sinks import Sinks
+from delivered.engine import Sinks
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
 from delivered.model.rows import OnBadRow
 

@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 from tests.crash.sim import Sim
 from tests.support.memory import CONNECTOR
 
+from delivered.engine import Sinks
 from delivered.engine.shard import fingerprint_seed
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Commit, Guarantee
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.identity import Scope

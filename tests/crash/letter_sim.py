@@ -11,7 +11,7 @@ from typing import Any
 from tests.crash.group_sim import GroupSim
 from tests.support.memory import CONNECTOR
 
-from delivered.engine.sinks import Sinks
+from delivered.engine import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.rows import OnBadRow
 

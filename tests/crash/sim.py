@@ -28,11 +28,11 @@ from tests.support.memory import CONNECTOR
 from tests.support.memory.world import ROWS, Answer, State, make_world
 from tests.support.steps import ROLE_OF_STEP, Role
 
+from delivered.engine import Sinks
 from delivered.engine.arbiter import Grants
 from delivered.engine.context import Context
 from delivered.engine.runner import Runner
 from delivered.engine.shard import fingerprint_seed, write_shard
-from delivered.engine.sinks import Sinks
 from delivered.model import step
 from delivered.model.capability import Commit, Guarantee, SourceCapability
 from delivered.model.errors import DeliveredError

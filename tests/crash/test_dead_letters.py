@@ -15,8 +15,7 @@ from tests.crash.sim import Crash, codes, points
 from tests.support.sweeps import occurrences, sweep
 
 from delivered.contract.sink import DEAD_LETTERS
-from delivered.engine import shard
-from delivered.engine.sinks import Columns, Member
+from delivered.engine import Columns, Member, shard
 from delivered.model.capability import Commit, Guarantee
 from delivered.model.identity import Scope
 from delivered.model.rows import OnBadRow, Rows, from_json_texts

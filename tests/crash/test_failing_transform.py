@@ -21,8 +21,7 @@ from tests.support.memory.world import ROWS
 from tests.support.sweeps import sweep
 
 from delivered.connectors.log import append
-from delivered.engine import transform
-from delivered.engine.sinks import Sinks
+from delivered.engine import Sinks, transform
 from delivered.entry import Pipeline
 from delivered.model.capability import Commit, Guarantee
 from delivered.model.rows import OnBadRow, Rows

@@ -13,9 +13,8 @@ from tests.crash.scenarios import NTH_MAX, expected_points, judge, pairs, single
 from tests.crash.sim import HOWS, Checkpoint, Crash, Driver, again, codes, other_rows
 from tests.support.sweeps import occurrences, sweep
 
-from delivered.engine import shard
+from delivered.engine import Sinks, shard
 from delivered.engine.context import Committers
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Commit, Guarantee
 from delivered.model.errors import UsageError
 from delivered.model.work import Action, BatchPlan, Decision, Ok, ShardMessage

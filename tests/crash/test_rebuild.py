@@ -21,7 +21,7 @@ from tests.support.sweeps import sweep
 
 from delivered.checkpoint import sidecar
 from delivered.connectors.log import append
-from delivered.engine import owner
+from delivered.engine import context
 from delivered.entry import Pipeline
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Refused, UsageError
@@ -181,7 +181,7 @@ def test_a_replay_that_was_stopped_is_not_swapped(ran: Path) -> None:
 
 
 def test_a_running_pipeline_is_not_fenced(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "_own_processes", set)  # a child would count as this process
+    monkeypatch.setattr(context, "_own_processes", set)  # a child would count as this process
     made = rebuilt(ran)
     file = ran / "shop.yaml"
     code = f"""

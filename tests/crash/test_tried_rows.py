@@ -11,7 +11,7 @@ from tests.crash.letter_sim import EXACTLY, NTH_MAX, LetterSim
 from tests.crash.sim import Crash, points
 from tests.support.memory.sink import MemorySink
 
-from delivered.engine.sinks import Sinks
+from delivered.engine import Sinks
 from delivered.kits.table.target import unwritable
 from delivered.model.capability import Commit
 

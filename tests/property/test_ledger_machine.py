@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.support.memory import CONNECTOR
 from tests.support.memory.world import ROWS, Answer, make_world
 
+from delivered.engine import Sinks
 from delivered.engine.context import Context
 from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Commit, Guarantee
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope

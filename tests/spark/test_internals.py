@@ -564,7 +564,7 @@ def processes_of_a_writer(spark: SparkSession, seen: Seen) -> None:
 
 WATCHED_ELSEWHERE: dict[str, Callable[[SparkSession, Seen], None]] = {
     "checkpoint/__init__.py": checkpoint_files,
-    "engine/owner.py": children_of_the_jvm,
+    "engine/context.py": children_of_the_jvm,
     "model/translate.py": errors_of_workers,
     "pipeline/spec.py": processes_of_a_writer,
     "prefork/__init__.py": daemon,

@@ -73,7 +73,7 @@ def test_killed_between_the_two_applies_then_all_is_in_both(kafka: Kafka, postgr
 
 def test_rows_and_columns_of_each_sink(spark: SparkSession, tmp_path: Path) -> None:
     """Expressions see only their own sink's rows; none may add rows or lose them."""
-    from delivered.engine.sinks import Columns
+    from delivered.engine import Columns
     from delivered.pipeline.endpoint import parse_projection
     from delivered.spark.rows import projected, routed
 

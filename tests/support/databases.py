@@ -84,7 +84,7 @@ TASK = """
 import pickle, sys
 from delivered.crash import install_from_environment
 from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Sinks
+from delivered.engine import Sinks
 from delivered.model.rows import Rows
 install_from_environment()
 sink, plan, shard, batch, schema = pickle.load(open(sys.argv[1], "rb"))

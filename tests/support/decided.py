@@ -9,11 +9,11 @@ import pyarrow as pa
 
 import delivered
 from delivered.connectors.log.produce import append
+from delivered.engine import Sinks
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.rows import Rows

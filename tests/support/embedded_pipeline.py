@@ -33,11 +33,11 @@ from delivered.connectors.outbox import CONNECTOR as OUTBOX
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
 from delivered.crash import install_from_environment
+from delivered.engine import Columns, Sinks
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Columns, Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope

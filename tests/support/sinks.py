@@ -22,11 +22,11 @@ from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
+from delivered.engine import Sinks
 from delivered.engine.context import Committers, Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.identity import Scope

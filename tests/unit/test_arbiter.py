@@ -17,7 +17,7 @@ import tenacity
 
 from delivered.engine import arbiter as driver_side
 from delivered.engine import shard
-from delivered.engine.owner import new_owner
+from delivered.engine.context import new_owner
 from delivered.engine.shard import may_send
 from delivered.model.capability import Guarantee
 from delivered.model.errors import Unreachable

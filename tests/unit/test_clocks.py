@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.engine.context import open_ledger
-from delivered.engine.owner import is_running, is_start_of, new_owner, started_ms
+from delivered.engine.context import is_running, is_start_of, new_owner, open_ledger, started_ms
 from delivered.model.identity import Scope
 from delivered.model.work import Owner
 

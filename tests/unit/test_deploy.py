@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import delivered
 from delivered.cli.main import app
-from delivered.engine.owner import _place
+from delivered.engine.context import _place
 from delivered.model.work import Owner
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import delivered
 from delivered.audit.evidence import Verdict
 from delivered.cli.main import app
-from delivered.engine.owner import _place
+from delivered.engine.context import _place
 from delivered.model.identity import Scope
 from delivered.model.work import Owner
 

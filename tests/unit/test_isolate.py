@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delivered.engine import Sinks
 from delivered.engine.shard import build_dead_letters
-from delivered.engine.sinks import Sinks
 from delivered.engine.transform import (
     RAW,
     REJECTED,

@@ -17,8 +17,8 @@ from typing_extensions import get_protocol_members
 import delivered
 from delivered.contract.connector import Factory
 from delivered.contract.sink import Committer, Sink
+from delivered.engine import Sinks
 from delivered.engine.context import open_committers
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Commit, Guarantee
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope

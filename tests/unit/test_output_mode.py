@@ -11,8 +11,8 @@ import pytest
 import delivered
 from delivered.audit.request import check_write_mode
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
+from delivered.engine import Sinks
 from delivered.engine.keys import check_keys_unique
-from delivered.engine.sinks import Sinks
 from delivered.model.rows import Rows
 from delivered.planner import Plan, Refusal
 

@@ -19,7 +19,7 @@ from tests.support.decided import checkpoint, decide, pipeline
 import delivered
 from delivered.checkpoint import sidecar
 from delivered.connectors.log.produce import append
-from delivered.engine.owner import find_living
+from delivered.engine.context import find_living
 from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken, OutcomeUnknown, Refused, UsageError
 from delivered.model.translate import translated

@@ -15,11 +15,11 @@ from tests.support.memory.world import ROWS, make_world
 
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
+from delivered.engine import Sinks
 from delivered.engine.context import Context, open_shared_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Sinks
 from delivered.model import step
 from delivered.model.capability import Guarantee
 from delivered.model.identity import Scope

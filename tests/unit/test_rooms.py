@@ -34,7 +34,7 @@ import pickle, sys
 sink, plan, schema = (pickle.loads(bytes.fromhex(a)) for a in sys.argv[1:])
 from tests.support.memory.world import make_world
 from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Sinks
+from delivered.engine import Sinks
 make_world("executor")
 assert write_shard(Sinks.one(sink, "s"), plan, 0, 0, iter(()), schema).prepared is not None
 """

@@ -9,11 +9,11 @@ import pytest
 from tests.support.memory import CONNECTOR
 from tests.support.memory.world import ROWS, State, make_world
 
+from delivered.engine import Sinks
 from delivered.engine import runner as module
 from delivered.engine.context import Context
 from delivered.engine.runner import Runner
 from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope

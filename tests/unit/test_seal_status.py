@@ -23,8 +23,7 @@ from delivered.audit.seal import Seal, State, Sums, read_sealed
 from delivered.checkpoint import history
 from delivered.connectors.log.produce import append
 from delivered.contract.source import Retained
-from delivered.engine.context import open_ledger
-from delivered.engine.owner import _place
+from delivered.engine.context import _place, open_ledger
 from delivered.model.identity import Scope
 from delivered.model.work import Account, Decision, Ok, Owner
 from delivered.operate.asking import status

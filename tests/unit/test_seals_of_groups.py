@@ -10,8 +10,8 @@ from tests.support.memory.world import make_world
 
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
+from delivered.engine import Sinks
 from delivered.engine.context import open_ledger, open_shared_ledger
-from delivered.engine.sinks import Sinks
 from delivered.ledger import Ledger
 from delivered.model.identity import Scope
 from delivered.model.work import Failed, Ok, Owner

@@ -17,11 +17,11 @@ from tests.support.memory.world import ROWS, State, make_world, world
 
 import delivered
 from delivered.audit.evidence import read_ledger
+from delivered.engine import Columns, Sinks
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Columns, Sinks
 from delivered.engine.transform import REJECTED
 from delivered.entry import Pipeline
 from delivered.model import step

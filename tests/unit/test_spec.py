@@ -17,7 +17,7 @@ from tests.support.memory import CONNECTOR
 from tests.support.memory.world import ROWS
 
 import delivered
-from delivered.engine.sinks import Columns, Sinks
+from delivered.engine import Columns, Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, UsageError
 from delivered.model.identity import Scope
@@ -179,11 +179,7 @@ def test_a_task_loads_neither_the_spec_nor_the_drivers_half_of_the_engine() -> N
     loaded = fresh(code, pickle.dumps(writer))
     ours = {m.removeprefix("delivered.") for m in loaded if m.startswith("delivered.")}
     assert {m.split(".")[0] for m in ours} == {"model", "contract", "engine", "spark"}
-    assert {m for m in ours if m.startswith("engine.")} == {
-        "engine.shard",
-        "engine.sinks",
-        "engine.transform",
-    }
+    assert {m for m in ours if m.startswith("engine.")} == {"engine.shard", "engine.transform"}
     edge = {"spark.writers", "spark.internals"}
     assert {m for m in ours if m.startswith("spark.")} == edge
     assert loaded.isdisjoint({"pydantic", "yaml", "typer", "rich"})

@@ -26,7 +26,7 @@ from delivered.checkpoint import history
 from delivered.cli.main import app
 from delivered.connectors.log.produce import append
 from delivered.contract.source import DedupWindow
-from delivered.engine.owner import _place
+from delivered.engine.context import _place
 from delivered.model.work import BatchReport, Owner
 from delivered.operate.asking import status
 from delivered.operate.metrics import serving, text

@@ -12,8 +12,8 @@ from typing import Any
 
 from delivered.contract.sink import Committer, OpenTransaction, Sink
 from delivered.contract.source import Slice
+from delivered.engine import Sinks
 from delivered.engine.context import open_shared_ledger
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work

@@ -44,8 +44,8 @@ from delivered.audit.seal import Seal
 from delivered.audit.sealing import open_sources
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Slice
+from delivered.engine import Columns as Route
 from delivered.engine.shard import fingerprint_seed, validate
-from delivered.engine.sinks import Columns as Route
 from delivered.engine.transform import ArrowTransform, run_isolated
 from delivered.model.capability import APPEND
 from delivered.model.errors import Refused, UsageError, did_you_mean

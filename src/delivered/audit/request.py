@@ -13,7 +13,7 @@ from typing import Any
 from delivered.audit.evidence import Counts
 from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
-from delivered.engine.sinks import Sinks
+from delivered.engine import Sinks
 from delivered.model.capability import Dedup, Guarantee, WriteMode
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint

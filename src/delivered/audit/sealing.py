@@ -39,8 +39,8 @@ from delivered.checkpoint.history import last_seal
 from delivered.checkpoint.sidecar import read_first, stream_driver
 from delivered.contract.sink import BoundedScan, Changes
 from delivered.contract.source import Offsets
+from delivered.engine import Sinks
 from delivered.engine.context import open_shared_ledger
-from delivered.engine.sinks import Sinks
 from delivered.ledger import Ledger
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError

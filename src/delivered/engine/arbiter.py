@@ -28,7 +28,7 @@ from typing import IO, Any, cast
 
 import psutil
 
-from delivered.engine.owner import is_start_of, locate
+from delivered.engine.context import is_start_of, locate
 from delivered.model.errors import Unreachable
 from delivered.model.identity import Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, GRANT_WAIT_S

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from delivered.contract.sink import KeyMemory
-from delivered.engine.sinks import Member, Sinks
+from delivered.engine import Member, Sinks
 from delivered.model.errors import UsageError
 from delivered.model.fingerprint import U64, record_hashes
 from delivered.model.rows import Rows, plain_rows

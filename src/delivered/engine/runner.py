@@ -21,11 +21,11 @@ from functools import partial
 
 import pyarrow as pa
 
+from delivered.engine import Sinks
 from delivered.engine.context import Context
 from delivered.engine.decide import abort_batch, abort_unreported, commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import may_send, write_shard
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.rows import Rows
 from delivered.model.step import Moment, StepId, reach

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from delivered.contract.connector import build
 from delivered.contract.sink import DEAD_LETTERS, Sink, Writer
 from delivered.contract.source import COORDINATES
-from delivered.engine.sinks import Member, Sinks
+from delivered.engine import Member, Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, InvariantBroken, Unreachable
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of

@@ -673,8 +673,8 @@ class Owner:
 
     Attributes:
         id: of the driver's session; new for each Spark session that registers the formats.
-        host, process, started_ms: where it runs and since when (`engine.owner.started_ms`), so that users and `doctor`
-            can see whether it is alive.
+        host, process, started_ms: where it runs and since when (`engine.context.started_ms`), so that users and
+            `doctor` can see whether it is alive.
         superseded: ids of earlier owners, newest first; none of them may claim again.
     """
 

@@ -24,8 +24,7 @@ from delivered.audit.seal import Sealed
 from delivered.checkpoint import is_done, read_logged, started_ms
 from delivered.checkpoint.history import batches, last_audits, new_dead_letters, runs, samples, totals
 from delivered.contract.source import HeldBack, Retained, Source
-from delivered.engine.context import open_ledger, open_shared_ledger
-from delivered.engine.owner import is_running
+from delivered.engine.context import is_running, open_ledger, open_shared_ledger
 from delivered.model.errors import DeliveredError, UsageError, shown
 from delivered.model.identity import Scope, by_source
 from delivered.model.patience import within

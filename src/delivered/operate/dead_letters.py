@@ -35,11 +35,10 @@ from pyarrow import fs
 from delivered.checkpoint import open_folder, read_logged, read_record, write_record
 from delivered.contract.sink import Sink
 from delivered.contract.source import COORDINATES, Source
-from delivered.engine.context import Context
-from delivered.engine.owner import new_owner
+from delivered.engine import Sinks
+from delivered.engine.context import Context, new_owner
 from delivered.engine.runner import Runner
 from delivered.engine.shard import find_reasons, validate, write_shard
-from delivered.engine.sinks import Sinks
 from delivered.engine.transform import ArrowTransform, run_isolated
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, UsageError
 from delivered.model.identity import Scope, derived_name

@@ -32,8 +32,7 @@ from pydantic import ValidationError
 from delivered.checkpoint import read_logged, read_record, sidecar, write_record
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets
-from delivered.engine.context import Context
-from delivered.engine.owner import find_living, new_owner
+from delivered.engine.context import Context, find_living, new_owner
 from delivered.ledger import Store, Swap, SwapsTables
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError, did_you_mean, without_passwords
 from delivered.model.fingerprint import Fingerprint, fingerprint

@@ -11,8 +11,7 @@ from typing import Any
 
 from delivered.checkpoint import read_logged
 from delivered.contract.sink import Committer, OpenTransaction
-from delivered.engine.context import open_shared_ledger
-from delivered.engine.owner import is_running
+from delivered.engine.context import is_running, open_shared_ledger
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S

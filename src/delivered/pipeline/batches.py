@@ -15,10 +15,9 @@ import pyarrow as pa
 from delivered.checkpoint import holds_state, read_view, repartitions_before, sidecar
 from delivered.checkpoint.history import add
 from delivered.contract.sink import Sink
-from delivered.engine.context import Context
-from delivered.engine.owner import locate
+from delivered.engine import Sinks
+from delivered.engine.context import Context, locate
 from delivered.engine.runner import Runner
-from delivered.engine.sinks import Sinks
 from delivered.engine.transform import join_rejected, unpack_rejected
 from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken

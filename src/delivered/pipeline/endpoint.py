@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
-from delivered.engine.sinks import Columns
+from delivered.engine import Columns
 from delivered.engine.transform import REJECTED
 from delivered.model.errors import UsageError, holds_password, is_secret, redacted, shown
 from delivered.model.options import check_argument, find_option, password_in_url

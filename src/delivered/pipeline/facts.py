@@ -33,10 +33,9 @@ from delivered.checkpoint import (
 from delivered.checkpoint.sidecar import find_changed_dedup, read_decider, read_removed
 from delivered.contract.sink import Sink
 from delivered.contract.source import Finding, Source
-from delivered.engine.context import open_shared_ledger
-from delivered.engine.owner import find_living
+from delivered.engine import Member, Sinks
+from delivered.engine.context import find_living, open_shared_ledger
 from delivered.engine.recover import find_other_ledgers, find_rename, judge
-from delivered.engine.sinks import Member, Sinks
 from delivered.model.capability import SourceCapability, WriteMode
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, Unreachable, UsageError, missing_extra
 from delivered.model.identity import SOURCE, Scope

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from delivered.contract.source import ReceiverReport
-from delivered.engine.owner import is_running, new_owner
+from delivered.engine.context import is_running, new_owner
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVER_SILENT_S, RECEIVERS_MAX
 from delivered.model.options import check_argument, resolve_secrets

@@ -26,7 +26,7 @@ import pyarrow as pa
 from delivered.checkpoint import Store, remember
 from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets
-from delivered.engine.sinks import Columns, Sinks
+from delivered.engine import Columns, Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, UsageError, redacted
 from delivered.model.identity import SOURCE, Scope, checked_name, fitted_name

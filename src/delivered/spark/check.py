@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 
 from delivered.checkpoint import Store, is_relative, remember, store_of
 from delivered.contract.source import Finding
-from delivered.engine.owner import new_owner
+from delivered.engine.context import new_owner
 from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, Unreachable, UsageError, texts
 from delivered.model.options import find_option

@@ -18,7 +18,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import BooleanType, StructField, StructType
 
 from delivered.contract.source import Source
-from delivered.engine.sinks import Sinks
+from delivered.engine import Sinks
 from delivered.engine.transform import SLICE_COLUMN, SLICE_SCHEMA, Direct, decoder, source_schema, without_rejected
 from delivered.model.errors import Refused, UsageError
 from delivered.model.rows import Rows

@@ -176,7 +176,7 @@ SINCE: Mapping[str, str] = {
 
 ELSEWHERE: Mapping[str, str] = {
     "checkpoint/__init__.py": "files metadata, offsets/N and commits/N of a checkpoint, and their header lines",
-    "engine/owner.py": "the JVM is an ancestor of each Python process of the driver",
+    "engine/context.py": "the JVM is an ancestor of each Python process of the driver",
     "model/translate.py": "errors of workers as text: a Python trace inside a message, and what a dead worker leaves",
     "pipeline/spec.py": "options that Spark adds to a writer's: checkpointlocation, queryname",
     "prefork/__init__.py": "JVM and daemon start a worker as PYTHON -m MODULE ARGUMENTS, with PYTHONPATH",

@@ -21,8 +21,8 @@ from pyspark.errors import AnalysisException, ParseException
 
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
+from delivered.engine import Columns
 from delivered.engine.keys import HELPERS, KEY, TIE
-from delivered.engine.sinks import Columns
 from delivered.engine.transform import ArrowTransform, decode, encode, run_isolated, with_rejected
 from delivered.model.capability import Dedup
 from delivered.model.errors import UsageError

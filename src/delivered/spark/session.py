@@ -28,7 +28,7 @@ from typing import Any
 import pyspark
 from pyspark.sql import SparkSession
 
-from delivered.engine.owner import new_owner
+from delivered.engine.context import new_owner
 from delivered.machine import cache_folder, java_home
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.options import check_argument

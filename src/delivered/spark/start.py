@@ -26,7 +26,7 @@ from pyspark.sql import SparkSession
 from delivered.checkpoint import read_logged, recall
 from delivered.checkpoint.history import SAMPLE_EVERY_S, Run, States, keep_run
 from delivered.contract.source import COORDINATES, Source
-from delivered.engine.sinks import Columns
+from delivered.engine import Columns
 from delivered.engine.transform import Direct
 from delivered.model.capability import Dedup
 from delivered.model.errors import DeliveredError, UsageError

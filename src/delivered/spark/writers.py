@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark import TaskContext
 
+from delivered.engine import Sinks
 from delivered.engine.shard import may_send, write_shard
-from delivered.engine.sinks import Sinks
 from delivered.engine.transform import MESSAGE, decode, pack_message
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.patience import in_query

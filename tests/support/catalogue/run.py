@@ -20,9 +20,9 @@ from tests.support.sinks import Rig
 from delivered.audit.evidence import Counts, Fingerprints, Verdict
 from delivered.audit.report import AuditReport
 from delivered.contract.sink import Sink
+from delivered.engine import Sinks
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint, record_hashes

@@ -43,9 +43,9 @@ from delivered.audit.spark.source import SentRows, expressions, record_columns, 
 from delivered.checkpoint import read_view
 from delivered.contract.sink import Sink
 from delivered.contract.source import Address, Source
+from delivered.engine import Sinks
 from delivered.engine.context import open_shared_ledger
 from delivered.engine.shard import fingerprint_seed
-from delivered.engine.sinks import Sinks
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.identity import Scope
