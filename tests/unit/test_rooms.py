@@ -42,7 +42,7 @@ assert write_shard(Sinks.one(sink, "s"), plan, 0, 0, iter(()), schema).prepared 
     ours = {m.removeprefix("delivered.") for m in loaded if m.startswith("delivered.")}
     allowed = ("model", "contract", "engine", "connectors")
     assert {m for m in ours if m.split(".")[0] not in allowed} == set()
-    assert {m.split(".")[1] for m in ours if m.startswith("engine.")} == {"shard", "sinks"}
+    assert {m.split(".")[1] for m in ours if m.startswith("engine.")} == {"shard"}
     assert {m for m in ours if m.startswith("connectors.")} == set(), "the sink is of the tests"
     assert loaded.isdisjoint({"pyspark", "confluent_kafka", "kafka", "deltalake", "pydantic", "typer", "rich", "yaml"})
 
