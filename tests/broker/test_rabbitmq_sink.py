@@ -21,7 +21,7 @@ from tests.support.servers import Rabbitmq
 from tests.support.sweeps import sweep
 
 from delivered.connectors.rabbitmq import RabbitmqOptions
-from delivered.connectors.rabbitmq import sink as sink_module
+from delivered.connectors.rabbitmq import queue as sink_module
 from delivered.connectors.rabbitmq.queue import RabbitmqReceiver
 from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivered.connectors.activemq import ActivemqOptions, ActivemqSinkOptions
-from delivered.connectors.activemq.queue import ActivemqReceiver
-from delivered.connectors.activemq.sink import ActivemqWriter
+from delivered.connectors.activemq.queue import ActivemqReceiver, ActivemqWriter
 from delivered.connectors.kafka.sink import invalid_rows
 from delivered.connectors.rabbitmq import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.client import explained
-from delivered.connectors.rabbitmq.sink import RabbitmqWriter
+from delivered.connectors.rabbitmq.queue import RabbitmqWriter
 from delivered.connectors.rocketmq import RocketmqSinkOptions
 from delivered.connectors.rocketmq.sink import RocketmqWriter
 from delivered.model.errors import BadRecord

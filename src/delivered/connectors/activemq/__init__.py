@@ -102,7 +102,7 @@ CONNECTOR = Connector(
     "activemq",
     "activemq",
     queues=Factory(ActivemqOptions, "delivered.connectors.activemq.queue:ActivemqQueue"),
-    sinks=Factory(ActivemqSinkOptions, "delivered.connectors.activemq.sink:ActivemqSink"),
+    sinks=Factory(ActivemqSinkOptions, "delivered.connectors.activemq.queue:ActivemqSink"),
     external_ledger=True,
     messaging=True,
 )

@@ -176,7 +176,7 @@ CONNECTOR = Connector(
     "rabbitmq",
     "rabbitmq",
     queues=Factory(RabbitmqOptions, "delivered.connectors.rabbitmq.queue:RabbitmqQueue"),
-    sinks=Factory(RabbitmqSinkOptions, "delivered.connectors.rabbitmq.sink:RabbitmqSink"),
+    sinks=Factory(RabbitmqSinkOptions, "delivered.connectors.rabbitmq.queue:RabbitmqSink"),
     external_ledger=True,
     messaging=True,
 )
