@@ -9,7 +9,7 @@ import pytest
 from confluent_kafka import Producer
 
 from delivered.clients.kafka.record_batch import BatchTooLarge
-from delivered.connectors.kafka.options import SourceOptions
+from delivered.connectors.kafka import SourceOptions
 from delivered.connectors.kafka.source import KafkaSource
 from delivered.contract.source import Slice
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.parity.world import Facts, Query, World, attempt, offsets, told
 
-from delivered.connectors.kafka.options import SourceOptions
+from delivered.connectors.kafka import SourceOptions
 
 parse = SourceOptions.parse
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from delivered.connectors.delta.store import Names as DeltaNames
 from delivered.connectors.iceberg.store import Names as IcebergNames
+from delivered.connectors.kafka import SinkOptions
 from delivered.connectors.kafka import topics as kafka
-from delivered.connectors.kafka.options import SinkOptions
 from delivered.connectors.kafka.topics import Keys
 from delivered.connectors.mysql import store as mysql
 from delivered.connectors.postgres import store as postgres

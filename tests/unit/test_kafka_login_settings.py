@@ -22,8 +22,7 @@ from delivered.clients.kafka.settings import (
     check_complete,
     client_options,
 )
-from delivered.connectors.kafka import CONNECTOR
-from delivered.connectors.kafka.options import SOURCE_SETTINGS, by_arrow, check_settings
+from delivered.connectors.kafka import CONNECTOR, SOURCE_SETTINGS, by_arrow, check_settings
 from delivered.model.capability import Guarantee
 from delivered.model.errors import UsageError
 

@@ -9,8 +9,7 @@ import pytest
 from tests.support.requests import ASKED, TO_KAFKA
 
 from delivered.clients.kafka import record_batch
-from delivered.connectors.kafka import CONNECTOR
-from delivered.connectors.kafka.options import SINK_SETTINGS, SOURCE_SETTINGS, by_arrow
+from delivered.connectors.kafka import CONNECTOR, SINK_SETTINGS, SOURCE_SETTINGS, by_arrow
 from delivered.model.capability import Guarantee
 from delivered.planner import Plan, SinkFacts, SourceFacts, make_plan, to_json, to_text
 

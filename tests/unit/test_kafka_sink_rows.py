@@ -7,9 +7,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from delivered.connectors.kafka import CONNECTOR
+from delivered.connectors.kafka import CONNECTOR, producer_config
 from delivered.connectors.kafka import sink as columns
-from delivered.connectors.kafka.options import producer_config
 from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, UsageError
 from delivered.source import HEADER, HEADERS

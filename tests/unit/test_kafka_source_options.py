@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from delivered.clients.kafka.librdkafka import consumer_settings as settings
 from delivered.clients.kafka.settings import client_options, resolved
-from delivered.connectors.kafka import CONNECTOR
-from delivered.connectors.kafka.options import EARLIEST, LATEST, Positions, SourceOptions, Timestamp
+from delivered.connectors.kafka import CONNECTOR, EARLIEST, LATEST, Positions, SourceOptions, Timestamp
 from delivered.model.errors import InvariantBroken, UsageError
 
 parse = SourceOptions.parse

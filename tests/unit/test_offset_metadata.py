@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivered.checkpoint.sidecar import METADATA_FILE, OffsetMetadata
-from delivered.connectors.kafka.options import LASTING, METADATA
+from delivered.connectors.kafka import LASTING, METADATA
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import OFFSET_METADATA_MAX
 

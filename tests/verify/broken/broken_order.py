@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from delivered.connectors.kafka import CONNECTOR
-from delivered.connectors.kafka.options import SinkOptions
+from delivered.connectors.kafka import CONNECTOR, SinkOptions
 from delivered.connectors.kafka.sink import KafkaSink
 from delivered.connectors.kafka.store import KafkaStore
 from delivered.contract.connector import Factory

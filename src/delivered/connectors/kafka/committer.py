@@ -40,7 +40,7 @@ from delivered.clients.kafka.transactions import (
     open_in,
     partitions_of,
 )
-from delivered.connectors.kafka.options import SinkOptions
+from delivered.connectors.kafka import SinkOptions
 from delivered.connectors.kafka.topics import (
     HIDDEN_S,
     MARKER_PARTITIONS,

@@ -20,7 +20,7 @@ from delivered.clients.kafka.consumer import Fetched, Fetcher, Topic
 from delivered.clients.kafka.protocol import NoTopic, Wire, explain
 from delivered.clients.kafka.record_batch import BatchTooLarge, Partition
 from delivered.clients.kafka.settings import resolved
-from delivered.connectors.kafka.options import (
+from delivered.connectors.kafka import (
     EARLIEST,
     LATEST,
     OWNER,

@@ -14,7 +14,7 @@ from typing import Any
 
 from delivered.clients.kafka.consumer import TOPIC_CONFIG, describe_configs, log_bytes
 from delivered.clients.kafka.record_batch import Partition
-from delivered.connectors.kafka.options import EARLIEST, LATEST, Place, Positions, SourceOptions
+from delivered.connectors.kafka import EARLIEST, LATEST, Place, Positions, SourceOptions
 from delivered.connectors.kafka.reader import KafkaDriverClient, find_write_times, joined
 from delivered.connectors.kafka.source import KafkaSource, LogHistory, Parting, are_different
 from delivered.contract.sink import Changes, Expired

@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.clients.kafka.record_batch import RECORD_OVERHEAD
-from delivered.connectors.kafka.options import (
+from delivered.connectors.kafka import (
     SINK_OWNER,
     SINK_SETTINGS,
     TOPIC_LENGTH_MAX,
     SinkOptions,
+    SourceOptions,
     by_arrow,
     check_settings,
     is_internal,
@@ -120,7 +121,6 @@ class KafkaSink(Sink):
         return DirectWriter(self.options, guarantee)
 
     def scan(self) -> BoundedScan:
-        from delivered.connectors.kafka.options import SourceOptions
         from delivered.connectors.kafka.scan import KafkaScan
         from delivered.connectors.kafka.source import KafkaSource
 

@@ -16,7 +16,7 @@ from delivered.clients.kafka.channel import NoAnswer, unreachable
 from delivered.clients.kafka.consumer import BatchHeader, EpochEnd, batches_before, epoch_ends
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.record_batch import Partition
-from delivered.connectors.kafka.options import (
+from delivered.connectors.kafka import (
     EARLIEST,
     LASTING,
     LATEST,

@@ -21,7 +21,7 @@ from typing import Any
 from delivered.clients.kafka.channel import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.clients.kafka.transactions import Transaction
-from delivered.connectors.kafka.options import LEDGER_TOPICS, SinkOptions
+from delivered.connectors.kafka import LEDGER_TOPICS, SinkOptions
 from delivered.connectors.kafka.topics import (
     HISTORY_PARTITION,
     MOVED,

@@ -29,7 +29,7 @@ from delivered.clients.kafka.transactions import (
     initialise,
     listed,
 )
-from delivered.connectors.kafka.options import LEDGER_TOPICS, SinkOptions, is_internal
+from delivered.connectors.kafka import LEDGER_TOPICS, SinkOptions, is_internal
 from delivered.contract.source import Finding
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable, did_you_mean

@@ -28,8 +28,8 @@ from delivered.clients.kafka.transactions import (
     open_in,
     producer_id,
 )
+from delivered.connectors.kafka import SINK_OWNER, SINK_SETTINGS, SinkOptions, by_arrow, producer_config
 from delivered.connectors.kafka.committer import marker_key, marker_partition, marker_value, written_partitions
-from delivered.connectors.kafka.options import SINK_OWNER, SINK_SETTINGS, SinkOptions, by_arrow, producer_config
 from delivered.connectors.kafka.sink import binary, headers, topics
 from delivered.connectors.kafka.topics import ledger_topic, transactional_id
 from delivered.contract.sink import Writer
