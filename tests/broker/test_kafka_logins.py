@@ -15,9 +15,9 @@ from tests.support import stored_logins
 from tests.support.logins import ODD_USER, PASSWORD, SESSION_S, STORE, USER, Logins, revocations
 from tests.support.sweeps import sweep
 
+from delivered.clients.kafka import client_options, resolved
 from delivered.clients.kafka.channel import Channel, connected, security
 from delivered.clients.kafka.protocol import Wire
-from delivered.clients.kafka.settings import client_options, resolved
 from delivered.connectors.kafka import CONNECTOR
 from delivered.model.errors import DeliveredError
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from delivered.clients.kafka import check_client, client_options, protocol_of, resolved
 from delivered.clients.kafka.channel import Closed, NotSent, security, unreachable
-from delivered.clients.kafka.settings import check_client, client_options, protocol_of, resolved
-from delivered.connectors.kafka import CONNECTOR, options
+from delivered.connectors.kafka import CONNECTOR, SourceOptions
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import gather
@@ -48,7 +48,7 @@ def test_any_other_protocol_is_refused_where_options_are_parsed(written: str, su
     given = {**SERVERS, "kafka.security.protocol": written, "kafka.sasl.mechanism": "PLAIN"}
     with pytest.raises(UsageError, match=r"security\.protocol.*PLAINTEXT") as caught:
         if part == "source":
-            options.SourceOptions.parse({**given, "subscribe": "t"})
+            SourceOptions.parse({**given, "subscribe": "t"})
         else:
             CONNECTOR.sink({**given, "topic": "t"})
     assert f'"{suggested}"' in (caught.value.next_step or "")

@@ -13,15 +13,16 @@ import pytest
 from tests.support.certificates import Authority
 from tests.support.token_server import CLIENT, SECRET, TokenServer
 
-from delivered.clients.kafka import sasl, settings
-from delivered.clients.kafka.channel import CredentialsRefused, NoCredentials
-from delivered.clients.kafka.sasl import Tls, build_context, pem, token_for
-from delivered.clients.kafka.settings import (
+from delivered.clients.kafka import (
     SETTINGS,
     check_client,
     check_complete,
     client_options,
+    jaas_settings,
+    sasl,
 )
+from delivered.clients.kafka.channel import CredentialsRefused, NoCredentials
+from delivered.clients.kafka.sasl import Tls, build_context, pem, token_for
 from delivered.connectors.kafka import CONNECTOR, SOURCE_SETTINGS, by_arrow, check_settings
 from delivered.model.capability import Guarantee
 from delivered.model.errors import UsageError
@@ -133,16 +134,14 @@ def test_what_librdkafka_cannot_log_in_with_is_refused_where_it_is_needed() -> N
 
 def test_java_logins_are_read() -> None:
     oauth = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required"
-    assert settings.jaas_settings(
-        f'{oauth} clientId=\'a\' clientSecret="b\\"c" scope=d extension_x=y;', "OAUTHBEARER"
-    ) == {
+    assert jaas_settings(f'{oauth} clientId=\'a\' clientSecret="b\\"c" scope=d extension_x=y;', "OAUTHBEARER") == {
         "sasl.oauthbearer.client.id": "a",
         "sasl.oauthbearer.client.secret": 'b"c',
         "sasl.oauthbearer.scope": "d",
         "sasl.oauthbearer.extensions": "x=y",
     }
     kerberos = "com.sun.security.auth.module.Krb5LoginModule required"
-    found = settings.jaas_settings(f'{kerberos} useKeyTab=true storeKey=true keyTab="/k" principal="me@R";', "GSSAPI")
+    found = jaas_settings(f'{kerberos} useKeyTab=true storeKey=true keyTab="/k" principal="me@R";', "GSSAPI")
     assert found == {"sasl.kerberos.keytab": "/k", "sasl.kerberos.principal": "me@R"}
     assert set(found) <= SETTINGS
     for text, mechanism in (
@@ -150,7 +149,7 @@ def test_java_logins_are_read() -> None:
         (f"{oauth} clientId=hidden", "OAUTHBEARER"), ("org.example.Login required hidden=1;", "PLAIN"), ("", "PLAIN"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=r"sasl\.jaas\.config") as caught:
-            settings.jaas_settings(text, mechanism)
+            jaas_settings(text, mechanism)
         assert "hidden;" not in str(caught.value)
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delivered.clients.kafka import client_options, resolved
 from delivered.clients.kafka.librdkafka import consumer_settings as settings
-from delivered.clients.kafka.settings import client_options, resolved
 from delivered.connectors.kafka import CONNECTOR, EARLIEST, LATEST, Positions, SourceOptions, Timestamp
 from delivered.model.errors import InvariantBroken, UsageError
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from delivered.clients.kafka.settings import PORT, mechanism_of, protocol_of
+from delivered.clients.kafka import PORT, mechanism_of, protocol_of
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import KAFKA_RESPONSE_BYTES_MAX
 from delivered.model.options import parse_addresses

@@ -12,11 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.clients.kafka import protocol
+from delivered.clients.kafka import committed_only, protocol, resolved
 from delivered.clients.kafka.channel import Buffer, NoAnswer, NotSent, Pending, only, varint
 from delivered.clients.kafka.protocol import Leader, NoTopic, Wire, ask_member, explain, name_of
 from delivered.clients.kafka.record_batch import HEADER_BYTES, CorruptBatch, Decoded, Partition, by_topic, decode
-from delivered.clients.kafka.settings import committed_only, resolved
 from delivered.model.errors import UsageError
 from delivered.model.limits import (
     CONNECT_TIMEOUT_S,

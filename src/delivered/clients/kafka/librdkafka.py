@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from delivered.clients.kafka import OAUTHBEARER, mechanism_of, protocol_of, resolved
 from delivered.clients.kafka.consumer import Fetched
 from delivered.clients.kafka.protocol import Failures, ProducerError, explain, replaces, server_name
 from delivered.clients.kafka.record_batch import Headers, Partition, Rows
-from delivered.clients.kafka.settings import OAUTHBEARER, mechanism_of, protocol_of, resolved
 from delivered.model.errors import BadRecord, UsageError, extra
 from delivered.model.limits import SOURCE_QUEUE_KBYTES
 from delivered.model.patience import Stall

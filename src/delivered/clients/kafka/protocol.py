@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from delivered.clients.kafka import PORT
 from delivered.clients.kafka.channel import (
     Channel,
     NoAnswer,
@@ -27,7 +28,6 @@ from delivered.clients.kafka.channel import (
     security,
     unreachable,
 )
-from delivered.clients.kafka.settings import PORT
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError, did_you_mean
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import parse_addresses

@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from delivered.clients.kafka.channel import CredentialsRefused, NoCredentials, Rejected
-from delivered.clients.kafka.settings import (
+from delivered.clients.kafka import (
     ENDPOINT,
     OAUTHBEARER,
     PROVIDER,
@@ -35,6 +34,7 @@ from delivered.clients.kafka.settings import (
     load_function,
     split_extensions,
 )
+from delivered.clients.kafka.channel import CredentialsRefused, NoCredentials, Rejected
 from delivered.model.answers import JsonAnswer, TimedAnswer, UnexpectedAnswer
 from delivered.model.errors import UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from delivered.clients.kafka import record_batch
-from delivered.clients.kafka.record_batch import Partition
-from delivered.clients.kafka.settings import (
+from delivered.clients.kafka import (
     SETTINGS,
     check_client,
     check_complete,
@@ -26,8 +24,10 @@ from delivered.clients.kafka.settings import (
     mechanism_of,
     path_option,
     protocol_of,
+    record_batch,
     resolved,
 )
+from delivered.clients.kafka.record_batch import Partition
 from delivered.contract.connector import Connector, Factory
 from delivered.contract.source import Offsets
 from delivered.kits.options import data_loss_option, headers_option, message_id_columns, names, not_blank

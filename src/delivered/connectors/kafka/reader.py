@@ -14,12 +14,11 @@ from typing import Protocol, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.clients.kafka import consumer
+from delivered.clients.kafka import consumer, resolved
 from delivered.clients.kafka.channel import NoAnswer
 from delivered.clients.kafka.consumer import Fetched, Fetcher, Topic
 from delivered.clients.kafka.protocol import NoTopic, Wire, explain
 from delivered.clients.kafka.record_batch import BatchTooLarge, Partition
-from delivered.clients.kafka.settings import resolved
 from delivered.connectors.kafka import (
     EARLIEST,
     LATEST,
