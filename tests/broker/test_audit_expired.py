@@ -11,7 +11,7 @@ from tests.support.orders import ROWS, clean, states
 from tests.support.topic_orders import DAY_MS, TopicOrders
 
 from delivered.audit.evidence import Counts, Verdict
-from delivered.connectors.kafka import scan
+from delivered.connectors.kafka import reader
 
 LOST = b"%d" % (3 * ROWS + 7)
 
@@ -19,7 +19,7 @@ LOST = b"%d" % (3 * ROWS + 7)
 @pytest.fixture
 def a_day_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the audit: the topics' retention may have removed what was just written."""
-    monkeypatch.setattr(scan, "_now_ms", lambda: time.time_ns() // 1_000_000 + DAY_MS)
+    monkeypatch.setattr(reader, "_now_ms", lambda: time.time_ns() // 1_000_000 + DAY_MS)
 
 
 @pytest.mark.usefixtures("a_day_later")

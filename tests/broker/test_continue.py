@@ -24,7 +24,7 @@ from tests.support.without_spark import deliver
 import delivered
 from delivered import Pipeline
 from delivered.audit.evidence import Verdict
-from delivered.connectors.kafka.writer import TransactionalWriter
+from delivered.connectors.kafka.sink import TransactionalWriter
 from delivered.crash import install_from_environment
 from delivered.pipeline import registry
 from delivered_lab.verify.systems.base import wait_for

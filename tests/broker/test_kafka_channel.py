@@ -15,7 +15,8 @@ from kafka.protocol.consumer import FetchRequest
 from kafka.protocol.metadata import MetadataRequest
 from tests.broker.source_help import produce
 
-from delivered.clients.kafka.channel import Channel, NoAnswer, NotSent, Rejected, Security, security
+from delivered.clients.kafka import NoAnswer, NotSent, Rejected
+from delivered.clients.kafka.channel import Channel, Security, security
 from delivered.clients.kafka.protocol import Wire
 
 

@@ -16,7 +16,7 @@ from tests.broker.sink_help import EXACT, FIRST, SCHEMA, SECOND, Child, Rig, dec
 from tests.kafka_tools import read_committed
 
 from delivered import ledger as rules
-from delivered.clients.kafka.channel import NoAnswer
+from delivered.clients.kafka import NoAnswer
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction
 from delivered.connectors.kafka import store as store_module

@@ -16,8 +16,8 @@ from delivered.clients.kafka import transactions
 from delivered.clients.kafka.protocol import ProducerError
 from delivered.clients.kafka.record_batch import SEQUENCES
 from delivered.clients.kafka.sender import Sender
-from delivered.connectors.kafka import writer as warm
-from delivered.connectors.kafka.writer import DirectWriter, TransactionalWriter
+from delivered.connectors.kafka import sink as warm
+from delivered.connectors.kafka.sink import DirectWriter, TransactionalWriter
 from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.work import Ok, Prepared

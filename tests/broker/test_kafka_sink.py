@@ -22,7 +22,7 @@ from tests.support.sweeps import KAFKA_CLIENTS, sweep
 from delivered.clients.kafka import sender
 from delivered.clients.kafka.record_batch import Rows as KafkaRows
 from delivered.connectors.kafka import CONNECTOR
-from delivered.connectors.kafka import writer as warm
+from delivered.connectors.kafka import sink as warm
 from delivered.engine.shard import write_shard
 from delivered.model import patience
 from delivered.model.capability import Guarantee

@@ -19,8 +19,8 @@ from tests.support.sweeps import KAFKA_CLIENTS
 
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction, describe, end, initialise, listed
+from delivered.connectors.kafka import sink as warm
 from delivered.connectors.kafka import topics
-from delivered.connectors.kafka import writer as warm
 from delivered.contract.sink import Writer
 from delivered.engine import decide
 from delivered.engine.context import open_ledger

@@ -20,7 +20,7 @@ from tests.support.sweeps import sweep
 import delivered
 from delivered import Pipeline
 from delivered.audit.evidence import Counts, Verdict
-from delivered.connectors.pulsar import scan
+from delivered.connectors.pulsar import source as pulsar_source
 from delivered.connectors.rabbitmq.stream import CONNECTOR
 from delivered.contract.source import Retained
 from delivered.operate.asking import status
@@ -208,7 +208,7 @@ def test_a_first_audit_of_a_pulsar_topic_whose_retention_removed_messages(
     else:
         assert report.verdict is Verdict.BROKEN and report.counts == Counts(4 * ROWS, 2 * ROWS, lost=2 * ROWS), report
     if minutes == 60:
-        monkeypatch.setattr(scan, "_now_ms", lambda: time.time_ns() // 1_000_000 + 2 * HOUR_MS)
+        monkeypatch.setattr(pulsar_source, "_now_ms", lambda: time.time_ns() // 1_000_000 + 2 * HOUR_MS)
         assert orders.audit(full=True).verdict is Verdict.UNKNOWN, "two hours later, they may have expired"
 
 

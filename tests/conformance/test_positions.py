@@ -23,7 +23,7 @@ from tests.support.pulsar import PulsarTopic
 from tests.support.requests import ASKED, TO_SQLITE
 from tests.support.sinks import SCHEMA, SINKS, Rig, offsets, rows
 
-from delivered.connectors.kafka import scan as kafka_scan
+from delivered.connectors.kafka import reader as kafka_reader
 from delivered.contract.sink import BoundedScan, Changes
 from delivered.contract.source import Offsets
 from delivered.engine.decide import commit_batch
@@ -830,7 +830,7 @@ def test_kafka_tells_retention_from_deletion(
     kafka: Any, settings: dict[str, int], later_ms: int, expires: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the age of the records and the size of the log."""
-    monkeypatch.setattr(kafka_scan, "_now_ms", lambda: time.time_ns() // 1_000_000 + later_ms)
+    monkeypatch.setattr(kafka_reader, "_now_ms", lambda: time.time_ns() // 1_000_000 + later_ms)
     topic = Topic(kafka, kafka.topic(1, **settings))
     at, facts = topic.start()
     topic.add(5)

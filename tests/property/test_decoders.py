@@ -18,7 +18,7 @@ import pytest
 from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 from kafka.record.util import calc_crc32c
 
-from delivered.clients.kafka.channel import NoAnswer
+from delivered.clients.kafka import NoAnswer
 from delivered.connectors.kafka import topics
 from delivered.connectors.outbox import CONNECTOR as OUTBOX
 from delivered.connectors.outbox.pgoutput import Begin, Change, Op, Relation

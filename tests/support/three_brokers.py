@@ -24,7 +24,7 @@ from kafka.protocol.admin import AlterPartitionReassignmentsRequest
 from kafka.protocol.metadata import MetadataRequest
 from tests.support.servers import Kafka, KafkaCluster
 
-from delivered.clients.kafka.channel import NoAnswer
+from delivered.clients.kafka import NoAnswer
 from delivered.clients.kafka.protocol import Wire
 from delivered_lab import brokers
 from delivered_lab.brokers import kafka as server

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from delivered.clients.kafka import sasl
-from delivered.clients.kafka.channel import CredentialsRefused, NoCredentials
+from delivered.clients.kafka import CredentialsRefused, NoCredentials, sasl
 from delivered.connectors.activemq import queue
 from delivered.connectors.iceberg import client as iceberg
 from delivered.connectors.pulsar import SourceOptions

@@ -11,7 +11,8 @@ from contextlib import suppress
 import pytest
 from tests.support.lying_broker import LyingBroker, fetched
 
-from delivered.clients.kafka.channel import NoAnswer, header_bytes, varint
+from delivered.clients.kafka import NoAnswer
+from delivered.clients.kafka.channel import header_bytes, varint
 from delivered.clients.kafka.consumer import Fetcher, Response, batches_before
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import describe, listed, open_in

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from delivered.clients.kafka import check_client, client_options, protocol_of, resolved
-from delivered.clients.kafka.channel import Closed, NotSent, security, unreachable
+from delivered.clients.kafka import Closed, NotSent, check_client, client_options, protocol_of, resolved
+from delivered.clients.kafka.channel import security, unreachable
 from delivered.connectors.kafka import CONNECTOR, SourceOptions
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.pipeline.definition import Definition

@@ -15,13 +15,14 @@ from tests.support.token_server import CLIENT, SECRET, TokenServer
 
 from delivered.clients.kafka import (
     SETTINGS,
+    CredentialsRefused,
+    NoCredentials,
     check_client,
     check_complete,
     client_options,
     jaas_settings,
     sasl,
 )
-from delivered.clients.kafka.channel import CredentialsRefused, NoCredentials
 from delivered.clients.kafka.sasl import Tls, build_context, pem, token_for
 from delivered.connectors.kafka import CONNECTOR, SOURCE_SETTINGS, by_arrow, check_settings
 from delivered.model.capability import Guarantee

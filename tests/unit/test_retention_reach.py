@@ -10,8 +10,8 @@ import pytest
 
 from delivered.audit.account import _newest_before, _started_ms
 from delivered.audit.evidence import History, LedgerAccount
-from delivered.connectors.kafka import scan
-from delivered.connectors.kafka.scan import CLOCKS_APART_MS, Retention
+from delivered.connectors.kafka import reader
+from delivered.connectors.kafka.reader import CLOCKS_APART_MS, Retention
 
 NOW = 1_000_000_000
 HOUR = 3_600_000
@@ -33,7 +33,7 @@ HOUR = 3_600_000
 def test_reach_of_a_topics_settings(
     settings: Retention, size: int | None, reach: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan, "_now_ms", lambda: NOW)
+    monkeypatch.setattr(reader, "_now_ms", lambda: NOW)
     assert settings.reach_ms(size) == reach
 
 

@@ -1,6 +1,7 @@
 """A Kafka client over Arrow columns: connections, record batches, fetch, produce, transactions. Knows no connector.
 
-Its settings as users write them: logins, TLS, words that librdkafka and the Java client share.
+Its settings as users write them: logins, TLS, words that librdkafka and the Java client share. What a request may come
+to, besides its answer.
 """
 
 from __future__ import annotations
@@ -510,3 +511,38 @@ def in_clear(client: Mapping[str, str]) -> tuple[str, ...]:
 def committed_only(client: Mapping[str, str]) -> bool:
     """Whether a consumer with these settings skips records of open and aborted transactions."""
     return client.get("isolation.level", "read_committed") == "read_committed"
+
+
+# What a request to a broker may come to, besides its answer.
+
+
+class NoAnswer(Exception):
+    """No response to a request; it is unknown whether it took effect."""
+
+
+class NotSent(NoAnswer):
+    """The request was not sent in full, so it had no effect."""
+
+
+class Closed(NotSent):
+    """The server ended the connection before its first answer: it expects another protocol or other credentials."""
+
+
+class NoCredentials(NotSent):
+    """No token or ticket can be had now: its server does not answer."""
+
+
+class Rejected(NotSent):
+    """TLS or authentication failed, which no retry fixes.
+
+    Attributes:
+        tls: the certificate or the protocol of the server, not the credentials.
+    """
+
+    def __init__(self, text: str, tls: bool = False) -> None:
+        super().__init__(text)
+        self.tls = tls
+
+
+class CredentialsRefused(Rejected):
+    """No token or ticket can be had with these settings."""

@@ -1,5 +1,4 @@
-"""One connection to a Kafka broker: opened, authenticated, requests in flight side by side, large fields not copied;
-and what may become of a request.
+"""One connection to a Kafka broker: opened, authenticated, requests in flight side by side, large fields not copied.
 
 kafka-python encodes and decodes messages and speaks SASL. Frames are read and written here: its own connection costs
 3 ms of CPU for each MB received (decision 054). Nothing reads in the background: the caller that waits for a
@@ -23,7 +22,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from delivered.clients.kafka import PORT, mechanism_of, protocol_of
+from delivered.clients.kafka import (
+    PORT,
+    Closed,
+    CredentialsRefused,
+    NoAnswer,
+    NoCredentials,
+    NotSent,
+    Rejected,
+    mechanism_of,
+    protocol_of,
+)
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import KAFKA_RESPONSE_BYTES_MAX
 from delivered.model.options import parse_addresses
@@ -45,44 +54,6 @@ _IDLE_S_MAX = 540.0
 T = TypeVar("T")
 
 Buffer = bytes | bytearray | memoryview
-
-
-# What a request to a broker may come to, besides its answer.
-
-
-class NoAnswer(Exception):
-    """No response to a request; it is unknown whether it took effect."""
-
-
-class NotSent(NoAnswer):
-    """The request was not sent in full, so it had no effect."""
-
-
-class Closed(NotSent):
-    """The server ended the connection before its first answer: it expects another protocol or other credentials."""
-
-
-class NoCredentials(NotSent):
-    """No token or ticket can be had now: its server does not answer."""
-
-
-class Rejected(NotSent):
-    """TLS or authentication failed, which no retry fixes.
-
-    Attributes:
-        tls: the certificate or the protocol of the server, not the credentials.
-    """
-
-    def __init__(self, text: str, tls: bool = False) -> None:
-        super().__init__(text)
-        self.tls = tls
-
-
-class CredentialsRefused(Rejected):
-    """No token or ticket can be had with these settings."""
-
-
-# A connection.
 
 
 class _Late(OSError):

@@ -12,8 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.clients.kafka import committed_only, protocol, resolved
-from delivered.clients.kafka.channel import Buffer, NoAnswer, NotSent, Pending, only, varint
+from delivered.clients.kafka import NoAnswer, NotSent, committed_only, protocol, resolved
+from delivered.clients.kafka.channel import Buffer, Pending, only, varint
 from delivered.clients.kafka.protocol import Leader, NoTopic, Wire, ask_member, explain, name_of
 from delivered.clients.kafka.record_batch import HEADER_BYTES, CorruptBatch, Decoded, Partition, by_topic, decode
 from delivered.model.errors import UsageError

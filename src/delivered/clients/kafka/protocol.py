@@ -17,17 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from delivered.clients.kafka import PORT
-from delivered.clients.kafka.channel import (
-    Channel,
-    NoAnswer,
-    NotSent,
-    Pending,
-    Rejected,
-    only,
-    security,
-    unreachable,
-)
+from delivered.clients.kafka import PORT, NoAnswer, NotSent, Rejected
+from delivered.clients.kafka.channel import Channel, Pending, only, security, unreachable
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError, did_you_mean
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import parse_addresses

@@ -30,11 +30,13 @@ from delivered.clients.kafka import (
     OAUTHBEARER,
     PROVIDER,
     VERSIONS,
+    CredentialsRefused,
+    NoCredentials,
+    Rejected,
     check_extensions,
     load_function,
     split_extensions,
 )
-from delivered.clients.kafka.channel import CredentialsRefused, NoCredentials, Rejected
 from delivered.model.answers import JsonAnswer, TimedAnswer, UnexpectedAnswer
 from delivered.model.errors import UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.clients.kafka import protocol, record_batch
-from delivered.clients.kafka.channel import Buffer, NoAnswer, NotSent, Pending
+from delivered.clients.kafka import NoAnswer, NotSent, protocol, record_batch
+from delivered.clients.kafka.channel import Buffer, Pending
 from delivered.clients.kafka.consumer import headers
 from delivered.clients.kafka.protocol import (
     Confirmation,

@@ -10,8 +10,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from delivered.clients.kafka import protocol
-from delivered.clients.kafka.channel import Channel, NoAnswer, Pending, only
+from delivered.clients.kafka import NoAnswer, protocol
+from delivered.clients.kafka.channel import Channel, Pending, only
 from delivered.clients.kafka.consumer import (
     FETCH,
     FETCH_VERSION,

@@ -22,7 +22,7 @@ from delivered.model.capability import Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Refused, Unreachable, UsageError
 from delivered.model.identity import Work
 from delivered.model.limits import REQUEST_TIMEOUT_S
-from delivered.model.ranges import check_lengths
+from delivered.model.rows import check_lengths
 from delivered.model.work import Ok, Outcome, Unknown
 from delivered.source import intact, micros
 

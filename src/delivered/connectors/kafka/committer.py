@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from delivered.clients.kafka import protocol
-from delivered.clients.kafka.channel import Channel, NoAnswer
+from delivered.clients.kafka import NoAnswer, protocol
+from delivered.clients.kafka.channel import Channel
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.record_batch import Partition
 from delivered.clients.kafka.transactions import (

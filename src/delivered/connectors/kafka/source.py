@@ -12,7 +12,8 @@ from typing import Self, TypeVar
 import pyarrow as pa
 import tenacity
 
-from delivered.clients.kafka.channel import NoAnswer, unreachable
+from delivered.clients.kafka import NoAnswer
+from delivered.clients.kafka.channel import unreachable
 from delivered.clients.kafka.consumer import BatchHeader, EpochEnd, batches_before, epoch_ends
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.record_batch import Partition
@@ -34,6 +35,8 @@ from delivered.connectors.kafka import (
 from delivered.connectors.kafka.reader import (
     KafkaDriverClient,
     decode,
+    find_retained,
+    find_write_times,
     joined,
     raw_schema,
     read_range,
@@ -344,8 +347,6 @@ class KafkaDriver(SourceDriver):
 
     def waiting_since(self, start: Offsets, end: Offsets) -> dict[str, int]:
         """By the records' timestamps."""
-        from delivered.connectors.kafka.reader import find_write_times
-
         at, ends = Positions.from_json(start).at, Positions.from_json(end).at
         waiting = {p: (o, ends[p]) for p, o in at.items() if ends.get(p, o) > o}
         return {f"{t}/{n}": ms for (t, n), ms in find_write_times(self._options, waiting).items()} if waiting else {}
@@ -360,8 +361,6 @@ class KafkaDriver(SourceDriver):
 
     def retained(self, at: Offsets) -> Retained:
         """By log start offsets, `retention.ms` and `retention.bytes`."""
-        from delivered.connectors.kafka.scan import find_retained
-
         return find_retained(self._options, self._client, Positions.from_json(at))
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:

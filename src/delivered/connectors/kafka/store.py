@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any
 
-from delivered.clients.kafka.channel import NoAnswer
+from delivered.clients.kafka import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.clients.kafka.transactions import Transaction
 from delivered.connectors.kafka import LEDGER_TOPICS, SinkOptions

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from delivered.clients.kafka import protocol
-from delivered.clients.kafka.channel import NoAnswer, only
+from delivered.clients.kafka import NoAnswer, protocol
+from delivered.clients.kafka.channel import only
 from delivered.clients.kafka.consumer import BROKER_CONFIG, TOPIC_CONFIG, describe_configs
 from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.clients.kafka.record_batch import library

@@ -8,8 +8,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
-from delivered.clients.kafka import protocol
-from delivered.clients.kafka.channel import NoAnswer, NotSent
+from delivered.clients.kafka import NoAnswer, NotSent, protocol
 from delivered.clients.kafka.protocol import FATAL, Wire, is_leader, name_of, retried
 from delivered.clients.kafka.sender import VERDICTS, Verdict
 from delivered.clients.kafka.transactions import Transaction, describe, end, end_request, initialise
