@@ -24,8 +24,19 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
-from delivered.contract.queue import Entered, Journal, MessageBatch, Queue, Receiver
-from delivered.contract.source import DedupWindow, Finding, ReceiverReport, Slice, Source, SourceDriver
+from delivered.contract.source import (
+    DedupWindow,
+    Entered,
+    Finding,
+    Journal,
+    MessageBatch,
+    Queue,
+    Receiver,
+    ReceiverReport,
+    Slice,
+    Source,
+    SourceDriver,
+)
 from delivered.model import limits
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable

@@ -25,7 +25,7 @@ from delivered.connectors.log.produce import LogJournal
 from delivered.connectors.rabbitmq import RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqReceiver
 from delivered.connectors.rabbitmq.stream import CONNECTOR as STREAM
-from delivered.contract.queue import MessageBatch
+from delivered.contract.source import MessageBatch
 from delivered.model.errors import BadRecord
 from delivered.model.work import Ok
 

@@ -15,8 +15,8 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from tests.support.front import certificate, https_front
 
 from delivered.contract.sink import Sink
+from delivered.kits.schemas.formatted import Decoder, Encoder, schema_of
 from delivered.kits.schemas.registry import connected
-from delivered.kits.schemas.schema import Decoder, Encoder, schema_of
 from delivered.model.errors import Unreachable, UsageError
 from delivered.pipeline.registry import find_sink, find_source
 

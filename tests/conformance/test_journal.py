@@ -9,7 +9,7 @@ from tests.support.journal import messages, race
 
 from delivered.connectors.log import CONNECTOR
 from delivered.connectors.log.produce import LogJournal
-from delivered.contract.queue import Entered
+from delivered.contract.source import Entered
 from delivered.model.work import Ok
 
 

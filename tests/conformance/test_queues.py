@@ -16,7 +16,7 @@ import pytest
 from tests.crash.receiver_process import Spool, SpoolReceiver
 from tests.support.sweeps import sweep
 
-from delivered.contract.queue import MessageBatch, Receiver
+from delivered.contract.source import MessageBatch, Receiver
 from delivered.model.work import Ok
 
 COUNT = 30

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from delivered.connectors.log.produce import LogJournal
-from delivered.contract.queue import MessageBatch, Receiver
+from delivered.contract.source import MessageBatch, Receiver
 from delivered.crash import install_from_environment
 from delivered.model.work import Ok, Outcome
 from delivered.receiver import ReceiveLimits, ReceiveLoop

@@ -31,8 +31,8 @@ from delivered.connectors.rabbitmq.client import _connection_class, stream_offse
 from delivered.connectors.rabbitmq.client import headers as of_message
 from delivered.connectors.rocketmq.remoting import stored
 from delivered.kits.schemas import Format
+from delivered.kits.schemas.formatted import Decoder
 from delivered.kits.schemas.registry import Registered
-from delivered.kits.schemas.schema import Decoder
 from delivered.model.errors import BadRecord, InvariantBroken
 from delivered.patterns.saga import NO_UNDO, Saga, Step, begin, ddl
 

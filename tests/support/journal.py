@@ -10,7 +10,7 @@ import pytest
 
 from delivered.connectors.log import produce
 from delivered.connectors.log.produce import LogJournal
-from delivered.contract.queue import MessageBatch
+from delivered.contract.source import MessageBatch
 
 
 def messages(*ids: str | None, key: bytes = b"k") -> MessageBatch:

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 
 from delivered.kits.schemas import Format
+from delivered.kits.schemas.formatted import Decoder, schema_of
 from delivered.kits.schemas.registry import BadSchema, Registered, Registry
-from delivered.kits.schemas.schema import Decoder, schema_of
 from delivered.kits.schemas.values import Unmappable
 
 DECIMAL = {"type": "bytes", "logicalType": "decimal", "precision": 6, "scale": 2}

@@ -17,7 +17,7 @@ from tests.support.journal import messages, open_log, race
 
 from delivered.connectors.log import CONNECTOR, append, produce
 from delivered.connectors.log.table import write_progress
-from delivered.contract.queue import Entered
+from delivered.contract.source import Entered
 from delivered.model.work import Failed, Ok, Unknown
 from delivered.source import HEADERS, id_text
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 from delivered.kits.schemas import Format
+from delivered.kits.schemas.formatted import Decoder, Encoder, schema_of, unfit
 from delivered.kits.schemas.json_schema import parsed
 from delivered.kits.schemas.registry import Registered
-from delivered.kits.schemas.schema import Decoder, Encoder, schema_of, unfit
 
 DOCUMENT = {
     "type": "object",

@@ -11,7 +11,7 @@ import pytest
 
 from delivered import receiver as loops
 from delivered.connectors.log.produce import build_rows
-from delivered.contract.queue import Entered, Journal, JournalSize, MessageBatch, Receiver
+from delivered.contract.source import Entered, Journal, JournalSize, MessageBatch, Receiver
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.work import Failed, Ok, Outcome, Unknown
 from delivered.receiver import ReceiveLimits, ReceiveLoop

@@ -33,10 +33,9 @@ from delivered.engine.transform import (
 from delivered.kits.schemas import Format, FormatOptions
 from delivered.kits.schemas import formatted as source_module
 from delivered.kits.schemas.avro import Unmappable
-from delivered.kits.schemas.formatted import FormattedSource
+from delivered.kits.schemas.formatted import Decoder, Encoder, FormattedSource, schema_of, unfit
 from delivered.kits.schemas.protobuf import _compiled
 from delivered.kits.schemas.registry import Registered
-from delivered.kits.schemas.schema import Decoder, Encoder, schema_of, unfit
 from delivered.kits.schemas.values import canonical
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import BadRecord, DeliveredError, UsageError

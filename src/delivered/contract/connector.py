@@ -11,9 +11,8 @@ from delivered.model.errors import Refused, UsageError
 from delivered.model.options import Options, OptionTable
 
 if TYPE_CHECKING:  # the command line lists connectors without loading what they stand on
-    from delivered.contract.queue import Queue
     from delivered.contract.sink import Sink
-    from delivered.contract.source import Source
+    from delivered.contract.source import Queue, Source
     from delivered.ledger import Ledgers
 
 P = TypeVar("P")
@@ -122,7 +121,7 @@ class Connector:
 
     def queue(self, options: Mapping[str, str]) -> Queue:
         """As `source`, for a queue."""
-        from delivered.contract.queue import Queue
+        from delivered.contract.source import Queue
 
         queue: Queue = build(Queue, self.received(), options)
         return queue

@@ -9,7 +9,7 @@ from typing import Any
 from delivered.connectors.rabbitmq import CONNECTOR, RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue, RabbitmqReceiver
 from delivered.contract.connector import Factory
-from delivered.contract.queue import MessageBatch
+from delivered.contract.source import MessageBatch
 from delivered.model.work import Ok, Outcome
 
 

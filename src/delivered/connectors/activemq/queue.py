@@ -12,9 +12,8 @@ import pyarrow as pa
 
 from delivered.connectors.activemq import DUPLICATE_ID, ActivemqOptions, ActivemqSinkOptions, Place
 from delivered.connectors.activemq.client import HEARTBEAT_MS, Session
-from delivered.contract.queue import MessageBatch, Queue, Receiver
 from delivered.contract.sink import BoundedScan
-from delivered.contract.source import Finding
+from delivered.contract.source import Finding, MessageBatch, Queue, Receiver
 from delivered.kits.queue import COLUMNS, MessageSink, SendingWriter, check_names, check_types, column, sends, text
 from delivered.ledger import Ledgers
 from delivered.model.answers import JsonAnswer, UnexpectedAnswer
@@ -247,7 +246,7 @@ def _time_us(text: str | None) -> int | None:
     return micros(int(text), 1_000) or None
 
 
-# See `delivered.contract.queue.Queue`.
+# See `delivered.contract.source.Queue`.
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.table import shard, target
 from delivered.kits.table import store as storage
-from delivered.kits.table.position import Added, FileCommit, added_since
+from delivered.kits.table.changes import Added, FileCommit, added_since
 from delivered.kits.table.shard import PartFiles, shard_writer, split
 from delivered.kits.table.target import FileTableSink, Nowhere, but_missing, trial_work, unwritable
 from delivered.model.capability import Commit, Guarantee, SinkCapability

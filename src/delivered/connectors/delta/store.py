@@ -33,7 +33,7 @@ from delivered.connectors.delta.sink import DeltaFiles
 from delivered.connectors.delta.target import TYPES, active_files, filled, required, same_columns, table_schema, text
 from delivered.kits.sql.table import stored_columns as kept
 from delivered.kits.table import shard
-from delivered.kits.table.merge import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
+from delivered.kits.table.changes import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
 from delivered.kits.table.seals import NONE, At, SealFiles
 from delivered.kits.table.shard import StagedFilesCommitter
 from delivered.kits.table.store import ArchiveFiles
@@ -365,7 +365,7 @@ def build_effect(
 
 @dataclass(frozen=True)
 class _File:
-    """See `delivered.kits.table.merge.TableFile`. `data`: from `active_files`."""
+    """See `delivered.kits.table.changes.TableFile`. `data`: from `active_files`."""
 
     store: Store
     data: dict[str, Any]

@@ -13,7 +13,7 @@ from delivered.connectors.iceberg.client import explained, keep_nulls, need, ope
 from delivered.connectors.iceberg.target import TYPES, plain
 from delivered.contract.sink import BoundedScan, Changes, Parts
 from delivered.contract.source import Offsets, Slice
-from delivered.kits.table.position import Added, FileCommit, added_since
+from delivered.kits.table.changes import Added, FileCommit, added_since
 from delivered.kits.table.store import packed
 from delivered.kits.table.target import FileTableSink
 from delivered.model.capability import Commit, SinkCapability

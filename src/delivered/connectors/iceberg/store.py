@@ -1,6 +1,6 @@
 """The ledger in the table's own metadata, and a batch's effect on the table: one commit adds its files and decision.
 
-How rows of a batch meet those of the table: `delivered.kits.table.merge`.
+How rows of a batch meet those of the table: `delivered.kits.table.changes`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from delivered.connectors.iceberg.target import TYPES, check_features, compare, 
 from delivered.connectors.iceberg.writer import IcebergFiles, StagedFiles
 from delivered.kits.sql.table import stored_columns
 from delivered.kits.table import shard
-from delivered.kits.table.merge import Effect, one_of_each, staged_rows, upsert
+from delivered.kits.table.changes import Effect, one_of_each, staged_rows, upsert
 from delivered.kits.table.seals import NONE as NO_SEAL
 from delivered.kits.table.seals import At, SealFiles
 from delivered.kits.table.shard import StagedFilesCommitter
@@ -632,7 +632,7 @@ class IcebergStore:
             store(table, data_path(table)).remove(names)
 
 
-# The effect of a batch on the table: see `delivered.kits.table.merge`.
+# The effect of a batch on the table: see `delivered.kits.table.changes`.
 #
 # It is based on a snapshot, which its commit asserts, and is recomputed if there is a newer one.
 
@@ -693,7 +693,7 @@ def _tasks(table: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class _File:
-    """See `delivered.kits.table.merge.TableFile`. `task`: from `_tasks`."""
+    """See `delivered.kits.table.changes.TableFile`. `task`: from `_tasks`."""
 
     table: Any
     task: Any

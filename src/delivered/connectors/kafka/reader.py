@@ -33,7 +33,7 @@ from delivered.connectors.kafka import (
     is_internal,
 )
 from delivered.contract.source import Offsets, Resumption, Retained
-from delivered.kits.warm import WarmClients
+from delivered.kits import WarmClients
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, RESTART_CONFIRM_S, SOURCE_PATIENCE_S
 from delivered.model.patience import within

@@ -52,8 +52,8 @@ from delivered.connectors.kafka.committer import (
 from delivered.connectors.kafka.topics import check_ledger, ledger_topic, preflight, transactional_id
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
 from delivered.contract.source import Finding
+from delivered.kits import WarmClients, retire
 from delivered.kits.queue import ID, identified, identified_schema
-from delivered.kits.warm import WarmClients, retire
 from delivered.ledger import Store
 from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, Fenced, Refused, Unreachable, UsageError

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from delivered.connectors.log import table as layout
 from delivered.connectors.log.source import RangeReader
 from delivered.connectors.log.table import read_progress
-from delivered.contract.queue import Entered, Journal, JournalSize, MessageBatch
+from delivered.contract.source import Entered, Journal, JournalSize, MessageBatch
 from delivered.kits.options import absolute
 from delivered.kits.table.store import storage_options, sync, sync_checkpoint
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError

@@ -11,8 +11,7 @@ import pyarrow as pa
 from delivered.connectors.pulsar import short_name
 from delivered.connectors.pulsar.client import Admin, Registered
 from delivered.kits.schemas.avro import AVRO, KINDS, Shape, read_avro, read_json, shape_of
-from delivered.kits.schemas.schema import array_of
-from delivered.kits.schemas.values import Unmappable, Unreadable, in_words
+from delivered.kits.schemas.values import Unmappable, Unreadable, array_of, in_words
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
 from delivered.model.rows import Origin, Rejection, Rows
 from delivered.source import COLUMNS as OF_MESSAGES

@@ -25,9 +25,8 @@ from delivered.connectors.rabbitmq.client import (
     pika,
     routing_key,
 )
-from delivered.contract.queue import MessageBatch, Queue, Receiver
 from delivered.contract.sink import BoundedScan
-from delivered.contract.source import Finding
+from delivered.contract.source import Finding, MessageBatch, Queue, Receiver
 from delivered.kits.queue import (
     COLUMNS,
     MessageSink,

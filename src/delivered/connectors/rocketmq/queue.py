@@ -17,8 +17,7 @@ from typing import Any
 
 from delivered.connectors.rocketmq import RocketmqOptions
 from delivered.connectors.rocketmq.client import Session, library
-from delivered.contract.queue import MessageBatch, Queue, Receiver
-from delivered.contract.source import Finding
+from delivered.contract.source import Finding, MessageBatch, Queue, Receiver
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import RECEIVE_BYTES_MAX, REQUEST_TIMEOUT_S
 from delivered.model.work import Ok, Outcome, Unknown

@@ -240,7 +240,7 @@ _LONG_MIN, _LONG_MAX = -(2**63), 2**63 - 1
 
 
 class JsonSchema:
-    """See `delivered.kits.schemas.schema.Schema`."""
+    """See `delivered.kits.schemas.formatted.Schema`."""
 
     def __init__(self, registered: Registered) -> None:
         with extra("schemas"):

@@ -54,7 +54,7 @@ def _as_it_is(value: Any, _budget: Budget) -> Any:
 
 
 class ProtobufSchema:
-    """See `delivered.kits.schemas.schema.Schema`."""
+    """See `delivered.kits.schemas.formatted.Schema`."""
 
     def __init__(self, registered: Registered, record: str | None) -> None:
         with extra("schemas"):

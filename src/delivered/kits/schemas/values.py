@@ -212,3 +212,22 @@ def _maps(value: Any, kind: pa.DataType) -> Any:
     if pa.types.is_list(kind):
         return [_maps(v, kind.value_type) for v in value]
     return value
+
+
+def array_of(objects: list[Any], filled: pa.DataType, arrow: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+    """Values as a column of the type `arrow`, by way of `filled`; those that do not fit it become null.
+
+    Returns:
+        the column, and by place why a value does not fit: milliseconds that overflow as microseconds, half a surrogate
+        pair.
+    """
+    try:
+        return pa.array(objects, filled).cast(arrow), {}
+    except Exception:
+        unfit = dict[int, str]()
+    for at, value in enumerate(objects):
+        try:
+            pa.array([value], filled).cast(arrow)
+        except Exception as error:
+            objects[at], unfit[at] = None, in_words(error)
+    return pa.array(objects, filled).cast(arrow), unfit

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.kits.warm import WarmClients
+from delivered.kits import WarmClients
 from delivered.model.capability import WriteMode
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S

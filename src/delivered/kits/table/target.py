@@ -35,11 +35,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.contract.source import Finding
+from delivered.kits import WarmClients
 from delivered.kits.sql.sink import TableSink
 from delivered.kits.sql.table import Types, find_refused, stored_columns, untyped
 from delivered.kits.table import FileTableOptions
 from delivered.kits.table.store import Store, find_outage
-from delivered.kits.warm import WarmClients
 from delivered.model.capability import APPEND, Guarantee, WriteMode
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.identity import Scope, Work

@@ -1,4 +1,6 @@
-"""The effect of a batch on a table of files: what the decision's one commit adds and removes.
+"""What commits change in a table of files: the effect of a batch, and the rows that were added since a position.
+
+A batch's effect is what the decision's one commit adds and removes:
 
 append     adds the staged files
 overwrite  adds them, and removes the table's files in the same partitions
@@ -11,15 +13,16 @@ have `SHARD` and `ORDER`, their order of arrival. Which row wins: `delivered.kit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from delivered.contract.sink import Changes
 from delivered.kits.sql.merge import key_in_two_shards
 from delivered.kits.sql.table import stored_columns
 from delivered.kits.table.shard import ShardFiles
@@ -228,3 +231,116 @@ def _in_columns(rows: pa.Table, columns: pa.Schema) -> pa.Table:
         [rows[f.name] if f.name in rows.schema.names else pa.nulls(rows.num_rows, f.type) for f in columns],
         pa.schema([pa.field(f.name, f.type) for f in columns]),
     )
+
+
+# Which files of a table hold the rows that were added since a position, from the commits since. Pure.
+#
+# A commit that removes files either keeps their rows, as compaction does, or changes them. What was compacted is read
+# as it was before, while those files exist: a file that compaction wrote may hold rows of both sides of the position.
+
+D = TypeVar("D")
+
+
+@dataclass(frozen=True)
+class FileCommit(Generic[D]):
+    """One commit of a table.
+
+    Attributes:
+        name: for messages: "version 12 (DELETE)".
+        adds: by path.
+        removes: paths.
+        same_rows: the added files hold the rows of the removed ones: compaction.
+    """
+
+    name: str
+    adds: Mapping[str, D]
+    removes: Collection[str] = ()
+    same_rows: bool = False
+
+
+@dataclass(frozen=True)
+class Compacted(Generic[D]):
+    """What compaction made of added files.
+
+    Attributes:
+        inner: the added files; they are left until the table's unused files are deleted.
+        files: hold their rows now.
+        others: `files` hold rows from before the position, too.
+    """
+
+    inner: frozenset[str]
+    files: Mapping[str, D]
+    others: bool
+
+
+@dataclass
+class Added(Generic[D]):
+    """What was added since a position, and what happened to the rest.
+
+    Attributes:
+        files: hold the added rows, compacted or not.
+        altered: commits that changed rows from before the position.
+        mixed: why the added rows cannot be distinguished from others; empty: they can.
+    """
+
+    files: dict[str, D] = field(default_factory=dict)
+    compacted: list[Compacted[D]] = field(default_factory=list)
+    altered: list[str] = field(default_factory=list)
+    mixed: str = ""
+
+    def take(self, commit: FileCommit[D]) -> None:
+        """The next commit."""
+        removes = set(commit.removes)
+        groups = [g for g in self.compacted if removes & g.files.keys()]
+        old = removes - self.files.keys() - {path for g in groups for path in g.files}
+        if commit.same_rows:
+            self._compact(commit, removes, groups, bool(old))
+            return
+        both = any(g.others for g in groups)
+        for group in groups:
+            if not group.others:
+                self._replace(group)
+        new = removes & self.files.keys()
+        for path in new:
+            del self.files[path]
+        if old or both:
+            self.altered.append(f"{commit.name} removed or changed rows")
+        if (both or (old and new)) and commit.adds:
+            self.mixed = f"{commit.name} rewrote rows of both sides of the position"
+        elif not old:
+            self.files |= commit.adds
+
+    def keep_existing(self, exists: Callable[[str], bool]) -> None:
+        """Read the compacted files instead of added ones that were deleted since."""
+        for group in list(self.compacted):
+            if not all(map(exists, group.inner)):
+                if group.others:
+                    self.mixed = "what was added was compacted with older files, and the files as they were are deleted"
+                else:
+                    self._replace(group)
+
+    def changes(self) -> Changes:
+        return Changes(altered=tuple(self.altered), unknown=(self.mixed,) * bool(self.mixed), continues=not self.mixed)
+
+    def _compact(self, commit: FileCommit[D], removes: set[str], groups: list[Compacted[D]], old: bool) -> None:
+        inner = removes & self.files.keys() - {path for g in self.compacted for path in g.inner}
+        files = {path: f for g in groups for path, f in g.files.items() if path not in removes}
+        if inner or groups:
+            self.compacted = [g for g in self.compacted if g not in groups]
+            names = frozenset(inner).union(*(g.inner for g in groups))
+            others = old or any(g.others for g in groups)
+            self.compacted.append(Compacted(names, {**files, **commit.adds}, others))
+
+    def _replace(self, group: Compacted[D]) -> None:
+        self.compacted.remove(group)
+        for path in group.inner:
+            self.files.pop(path, None)
+        self.files |= group.files
+
+
+def added_since(commits: Iterable[FileCommit[D]]) -> Added[D]:
+    """Args: commits: those since the position, oldest first."""
+    found: Added[D] = Added()
+    for commit in commits:
+        found.take(commit)
+    return found
