@@ -123,6 +123,14 @@ class End:
                 run.kill()
 
 
+def database(end: End, dialect: str) -> str:
+    """Address of the case's database, for `applications.connect`."""
+    if dialect == "sqlite":
+        return str(end.folder / "shop.db")
+    server = end.environment.server(server_kind(dialect))
+    return server.url if dialect == "postgres" else server.bootstrap
+
+
 # Service `producer`.
 
 ROWS_PER_BATCH = 3
@@ -147,13 +155,11 @@ class Outbox:
     def __init__(self, end: End) -> None:
         self.end = end
         _, self.dialect, self.method = end.system.split("-")
-        if self.dialect == "sqlite":
-            self.address = str(end.folder / "shop.db")
-            self.url = f"sqlite://{self.address}"
-        else:
+        self.address = database(end, self.dialect)
+        self.url = f"sqlite://{self.address}"
+        if self.dialect != "sqlite":
             self.server = end.environment.server(server_kind(self.dialect))
             self.url = self.server.url
-            self.address = self.url if self.dialect == "postgres" else self.server.bootstrap
         self.box, self.orders = f"box_{end.name}", f"orders_{end.name}"
         self.ids = [str(outbox.new_id()) for _ in range(MESSAGES)]
         self.sink = end.folder / "sink.db"
@@ -412,14 +418,6 @@ FORWARD = [f"{s}.do" for s in sagas.STEPS]
 BACKWARD = [f"{s}.undo" for s in ("mail", "ship", "pay", "reserve")]
 Point = tuple[str, str, str]
 """Id of a saga, its call, the moment."""
-
-
-def database(end: End, dialect: str) -> str:
-    """Address of the case's database, for `applications.connect`."""
-    if dialect == "sqlite":
-        return str(end.folder / "shop.db")
-    server = end.environment.server(server_kind(dialect))
-    return server.url if dialect == "postgres" else server.bootstrap
 
 
 class Inbox:
