@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import sqlite3
+import sys
 from pathlib import Path
 
 import psutil
@@ -54,6 +56,22 @@ def test_run_then_audit(example: Path) -> None:
         out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 1, err
     assert "order-0007" in out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children of a killed process")
+def test_a_killed_run_takes_its_jvm_along(example: Path) -> None:
+    """Else a start right after it would take the pipeline for running. Halted, the JVM cannot notice by itself."""
+    arguments = ["run", str(example), "-s", "trigger=0 seconds"]
+    with running(*arguments, own_group=True) as process:
+        until(lambda: rows(example.parent) == RECORDS, process)
+        (java,) = (p for p in psutil.Process(process.pid).children() if p.name() == "java")
+        java.suspend()
+        try:
+            process.kill()
+            java.wait(10)
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                java.kill()
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", pytest.param("Ctrl-C", marks=pytest.mark.matrix)])

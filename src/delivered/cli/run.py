@@ -5,6 +5,7 @@ progress, until they end or are stopped; and `init`, which writes a pipeline tha
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import json
 import logging
@@ -85,6 +86,7 @@ LogFormatOption = Annotated[
 TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Fence another driver that is running this pipeline.")]
 
 _JAVA_ENDS_S = 10.0
+_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.2
 _LINE_EVERY_S = 2.0
 _LEDGER_EVERY_S = 1.0
@@ -601,7 +603,7 @@ def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
         "SQLQueryContextLogger"
     ).disabled = True  # PySpark's: the error again, as 8,000 characters of JSON
     try:
-        with _stderr_to(path):
+        with _stderr_to(path), _java_dies_with_us():
             spark = new_session(pipeline)
             jvm = Jvm(spark)
     except BaseException:
@@ -626,6 +628,30 @@ def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
         with contextlib.suppress(Exception):
             spark.stop()
         _end_java()
+
+
+@contextlib.contextmanager
+def _java_dies_with_us() -> Iterator[None]:
+    """Let the kernel kill a JVM that is started meanwhile as soon as this process is killed. By itself it notices, and
+    then stops what runs in it, while who starts the pipeline again is refused.
+
+    PySpark runs Python between fork and exec of its JVM, and so what is registered here. An exec keeps the setting.
+    Only in the main thread: the kernel does so at the end of the thread that forked.
+    """
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    prctl, thread = ctypes.CDLL(None).prctl, threading.get_ident()
+
+    def in_child() -> None:
+        if threading.get_ident() == thread:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    os.register_at_fork(after_in_child=in_child)
+    try:
+        yield
+    finally:
+        thread = 0
 
 
 def _end_java() -> None:
