@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from delivered.connectors.log import CONNECTOR, LogOptions, append
-from delivered.connectors.log import source as reading
+from delivered.connectors.log import table as reading
 from delivered.connectors.log.source import LogSource
 from delivered.contract.source import Slice
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError

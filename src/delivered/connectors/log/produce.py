@@ -25,8 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from delivered.connectors.log import table as layout
-from delivered.connectors.log.source import RangeReader
-from delivered.connectors.log.table import read_progress
+from delivered.connectors.log.table import RangeReader, read_progress
 from delivered.contract.source import Entered, Journal, JournalSize, MessageBatch
 from delivered.kits.options import absolute
 from delivered.kits.table.store import storage_options, sync, sync_checkpoint
