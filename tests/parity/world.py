@@ -16,7 +16,7 @@ from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Producer
 from confluent_kafka.admin import NewPartitions, NewTopic, OffsetSpec
 from tests.kafka_tools import read_committed
 
-from delivered.spark.session import make_active
+from delivered.spark.internals import make_active
 
 Fact = str | int | bool | None
 Facts = dict[str, Fact]
