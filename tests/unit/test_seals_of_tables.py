@@ -15,7 +15,7 @@ from tests.support.tables import SCOPE, decision
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.contract.sink import Sink
 from delivered.engine.context import open_ledger
-from delivered.kits.table import seals
+from delivered.kits.table import store
 from delivered.ledger import Ledger
 from delivered.model.errors import InvariantBroken
 from delivered.model.work import Failed, Ok, Outcome, Owner, Unknown
@@ -188,7 +188,7 @@ def test_a_missing_seal_is_a_gap_and_a_changed_one_an_error(system: str, tmp_pat
 
 
 def test_long_chains_lie_in_several_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seals, "_BLOCK", 3)
+    monkeypatch.setattr(store, "_SEALS_PER_FOLDER", 3)
     ledger = opened(delta_at(tmp_path))
     for number in range(8):
         assert ledger.add_seal("sink", number, text(number)) == Ok(None)

@@ -239,7 +239,7 @@ assert len(write_shard(sink, plan, 0, 0, iter(()), schema).participants) == 2
     loaded = fresh(code, *(pickle.dumps(x) for x in (sink, plan, ROWS)))
     rooms = {m.split(".")[1] for m in loaded if m.startswith("delivered.")}
     assert rooms <= {"model", "contract", "engine", "connectors"}
-    assert {m.split(".")[2] for m in loaded if m.startswith("delivered.engine.")} == {"shard", "sinks"}
+    assert {m.split(".")[2] for m in loaded if m.startswith("delivered.engine.")} == {"shard"}
     assert loaded.isdisjoint({"pyspark", "confluent_kafka", "kafka", "deltalake", "pydantic", "yaml"})
 
 

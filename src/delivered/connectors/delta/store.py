@@ -34,9 +34,8 @@ from delivered.connectors.delta.target import TYPES, active_files, filled, requi
 from delivered.kits.sql.table import stored_columns as kept
 from delivered.kits.table import shard
 from delivered.kits.table.changes import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
-from delivered.kits.table.seals import NONE, At, SealFiles
 from delivered.kits.table.shard import StagedFilesCommitter
-from delivered.kits.table.store import ArchiveFiles
+from delivered.kits.table.store import NO_SEAL, ArchiveFiles, SealFiles, SealPlace
 from delivered.ledger import Change, Head, by_time, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
@@ -49,7 +48,7 @@ from delivered.model.work import STARTED, Decision, Failed, LedgerState, Ok, Out
 #                                      decided/<incarnation>/<batch>-<hash>.json
 #                                      {STARTED}/<incarnation>/<hash>.json
 #                                      archive/<hash>.bin
-#                                      seals/...              see `kits.table.seals`
+#                                      seals/...              see `kits.table.store`
 #
 #     application transaction                              version
 #     delivered/<pipeline>/<sink>/owner                    the newest claim: its count, and 32 random bits
@@ -482,10 +481,10 @@ class DeltaStore:
         no owner, so it meets no claim and no decision."""
         names, seals = self._names_of(sink), self._seals(sink)
 
-        def newest() -> At:
+        def newest() -> SealPlace:
             return self._sealed(self._refresh(), sink)
 
-        def move(before: At, after: At) -> Outcome[None]:
+        def move(before: SealPlace, after: SealPlace) -> Outcome[None]:
             def there(now: Any) -> bool:
                 # Others may have sealed since then: search the chain.
                 with explained(self._options):
@@ -509,10 +508,10 @@ class DeltaStore:
     def _seals(self, sink: str) -> SealFiles:
         return SealFiles(self._records.store, f"{self._names_of(sink).folder}/seals")
 
-    def _sealed(self, table: Any, sink: str) -> At:
+    def _sealed(self, table: Any, sink: str) -> SealPlace:
         names = self._names_of(sink)
         number, sealed = table.transaction_version(names.seal), table.transaction_version(names.sealed)
-        return NONE if number is None or sealed is None else At(number, sealed)
+        return NO_SEAL if number is None or sealed is None else SealPlace(number, sealed)
 
     @property
     def _records(self) -> Records:

@@ -33,10 +33,8 @@ from delivered.connectors.iceberg.writer import IcebergFiles, StagedFiles
 from delivered.kits.sql.table import stored_columns
 from delivered.kits.table import shard
 from delivered.kits.table.changes import Effect, one_of_each, staged_rows, upsert
-from delivered.kits.table.seals import NONE as NO_SEAL
-from delivered.kits.table.seals import At, SealFiles
 from delivered.kits.table.shard import StagedFilesCommitter
-from delivered.kits.table.store import Store
+from delivered.kits.table.store import NO_SEAL, SealFiles, SealPlace, Store
 from delivered.ledger import Change, Head, by_time, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
@@ -473,10 +471,10 @@ class IcebergStore:
         table = require_table(self._options)
         folder = f"{shard.sink_folder(names.scope)}/seals"
 
-        def newest() -> At:
+        def newest() -> SealPlace:
             return self._sealed(require_table(self._options), sink)
 
-        def move(before: At, after: At) -> Outcome[None]:
+        def move(before: SealPlace, after: SealPlace) -> Outcome[None]:
             old: list[Any] = []
             overtaken = False
 
@@ -511,7 +509,7 @@ class IcebergStore:
         folder = f"_delivered/p-{self._scope.pipeline}/s-{sink}/seals"
         return SealFiles(store(table, table.location().rstrip("/")), folder)
 
-    def _sealed(self, table: Any, sink: str) -> At:
+    def _sealed(self, table: Any, sink: str) -> SealPlace:
         """What the branch of a sink's seals names."""
         branch = Names(replace(self._scope, sink=sink)).seals
         snapshot = table.snapshot_by_name(branch)
@@ -519,7 +517,7 @@ class IcebergStore:
             return NO_SEAL
         try:
             number, digest = snapshot.summary.additional_properties[_SEAL].split(" ")
-            return At(int(number), int(digest))
+            return SealPlace(int(number), int(digest))
         except (KeyError, ValueError, AttributeError) as error:
             raise _spoiled(branch, error) from None
 

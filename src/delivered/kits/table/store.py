@@ -1,4 +1,4 @@
-"""Files below one folder, on a local disk or in an object store, and the archive of a ledger in them.
+"""Files below one folder, on a local disk or in an object store; a ledger's archive and seals of audits in them.
 
 Writes to a local disk are durable: content and names survive a power loss (decision 010).
 """
@@ -10,14 +10,17 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from delivered.model.errors import Unreachable
+from delivered.ledger import not_next
+from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S
 from delivered.model.patience import left_s
-from delivered.model.work import ENTRY_BYTES, Archive, Archived
+from delivered.model.work import ENTRY_BYTES, Archive, Archived, Failed, Ok, Outcome
 
 _NO_ANSWER = re.compile(
     r"error sending request|dns error|(could not|failed to) (resolve|lookup|establish)|timed? ?out|network_connection"
@@ -272,3 +275,139 @@ def sync_checkpoint(table: Path, version: int) -> None:
     """fsync the checkpoint of one version, `_last_checkpoint`, and their folder."""
     folder = table / "_delta_log"
     sync([*folder.glob(f"{version:020d}.checkpoint*"), folder / "_last_checkpoint", folder])
+
+
+# Seals of audits as files beside a table, and which of them count.
+#
+#     <folder>/<number / 1000>/<number>-<hash>-<hash of the seal before it>.json
+#
+# Object stores behind Arrow's file systems cannot create a file only if it does not exist. So a file alone proves
+# nothing: the table's own metadata, which changes by compare-and-set, names the newest seal (`SealPlace`), and each
+# file's name the seal before it. Of two audits that wrote a file with one number, one wins that change; the other's
+# never counts.
+
+_SEALS_PER_FOLDER = 1000
+"""Seals per folder: to find the newest, one folder is listed."""
+_SEALS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class SealPlace:
+    """
+    Attributes:
+        number: of a seal; -1: there is none.
+        digest: of its text and the digest before it, 63 bits.
+    """
+
+    number: int = -1
+    digest: int = 0
+
+    def then(self, text: str) -> SealPlace:
+        """The seal that follows it, with this text."""
+        raw = hashlib.blake2b(f"{self.digest:016x}\n{text}".encode(), digest_size=8).digest()
+        return SealPlace(self.number + 1, int.from_bytes(raw, "big") >> 1 or 1)
+
+
+NO_SEAL = SealPlace()
+_SealFile = tuple[SealPlace, int, str]
+"""A seal's place, the hash of the one before it, and its file."""
+
+
+class SealFiles:
+    """The files of one sink's chain. Args: folder: below the store's root; contains nothing else."""
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self._store = store
+        self._folder = folder
+
+    def add(
+        self,
+        sink: str,
+        number: int,
+        text: str,
+        newest: Callable[[], SealPlace],
+        move: Callable[[SealPlace, SealPlace], Outcome[None]],
+    ) -> Outcome[None]:
+        """See `delivered.ledger.Store.add_seal`.
+
+        Args:
+            newest: reads what the table's metadata names now.
+            move: (from, to): names another seal there, if it still names the one before it.
+        """
+        named = newest()
+        before = next((at for at, _, _ in self._last(named)), NO_SEAL)
+        if number != before.number + 1:
+            return Ok(None) if self._is(named, number, text) else not_next(sink, number, before.number)
+        after = before.then(text)
+        name = self._name(after, before)
+        self._store.put(name, text.encode())
+        outcome = move(named, after)
+        if not isinstance(outcome, Failed):
+            return outcome
+        now = newest()
+        if now == named:
+            return outcome
+        if self._is(now, number, text):  # another audit proved the same
+            return Ok(None)
+        self._store.remove([name])
+        return not_next(sink, number, now.number)
+
+    def last(self, newest: SealPlace) -> str | None:
+        """The newest one that is there. Raises InvariantBroken: it is not what was sealed."""
+        for at, before, name in self._last(newest):
+            text = (self._store.get(name) or b"").decode()
+            if SealPlace(at.number - 1, before).then(text) != at:
+                raise InvariantBroken("SEAL_FILE_CHANGED", number=at.number, name=name)
+            return text
+        return None
+
+    def texts(self, newest: SealPlace, first: int) -> Iterator[str]:
+        """The seals from a number on. One that is missing is left out: the check of the chain finds that."""
+        return (text for _, text in self._chain(newest, first))
+
+    def holds(self, newest: SealPlace, at: SealPlace) -> bool:
+        """Whether a seal is in the chain that ends with `newest`."""
+        return any(found == at for found, _, _ in self._names(newest, at.number))
+
+    def _is(self, newest: SealPlace, number: int, text: str) -> bool:
+        return next((kept == text for at, kept in self._chain(newest, number) if at.number == number), False)
+
+    def _chain(self, newest: SealPlace, first: int) -> Iterator[tuple[SealPlace, str]]:
+        names = self._names(newest, first)[::-1]
+        with ThreadPoolExecutor(min(_SEALS_AT_ONCE, len(names) or 1)) as pool:
+            contents = pool.map(self._store.get, [name for *_, name in names])
+            for (at, _, _), data in zip(names, contents, strict=True):
+                if data is not None:
+                    yield at, data.decode()
+
+    def _last(self, newest: SealPlace) -> list[_SealFile]:
+        return self._names(newest, newest.number) or self._names(newest, 0)
+
+    def _names(self, newest: SealPlace, first: int) -> list[_SealFile]:
+        """Files of the chain, newest first, down to a number."""
+        found: list[_SealFile] = []
+        files: dict[int, list[_SealFile]] = {}
+        wanted: int | None = newest.digest
+        for number in range(newest.number, max(first, 0) - 1, -1):
+            if number == newest.number or (number + 1) % _SEALS_PER_FOLDER == 0:
+                files = self._listed(number // _SEALS_PER_FOLDER)
+            fitting = [f for f in files.get(number, ()) if wanted in (None, f[0].digest)]
+            if not fitting:
+                wanted = None
+                continue
+            at, wanted, name = fitting[0]
+            found.append((at, wanted, name))
+        return found
+
+    def _listed(self, block: int) -> dict[int, list[_SealFile]]:
+        files: dict[int, list[_SealFile]] = {}
+        for name in sorted(self._store.files(f"{self._folder}/{block:07d}")):
+            parts = name.rpartition("/")[2].removesuffix(".json").split("-")
+            if len(parts) == 3 and parts[0].isdigit() and name.endswith(".json"):
+                number = int(parts[0])
+                files.setdefault(number, []).append((SealPlace(number, int(parts[1], 16)), int(parts[2], 16), name))
+        return files
+
+    def _name(self, at: SealPlace, before: SealPlace) -> str:
+        folder = f"{self._folder}/{at.number // _SEALS_PER_FOLDER:07d}"
+        return f"{folder}/{at.number:010d}-{at.digest:016x}-{before.digest:016x}.json"
