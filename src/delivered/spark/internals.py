@@ -167,10 +167,8 @@ SINCE: Mapping[str, str] = {
     Setting.ADAPTIVE_STREAMS: "4.1",
     Setting.LOCAL_SOCKETS: "4.1",
     Setting.LOCAL_SOCKET_FOLDER: "4.1",
-    **dict.fromkeys(
-        (Setting.OFFSET_LOG_FORMAT, Setting.SOURCES_BY_NAME, "SOURCE_READ_TWICE", "analyse", "_defines_flow"), "4.2"
-    ),
-    **dict.fromkeys(("named_sources", "to_arrow"), "4.2"),
+    **dict.fromkeys((Setting.OFFSET_LOG_FORMAT, Setting.SOURCES_BY_NAME), "4.2"),
+    **dict.fromkeys(("SOURCE_READ_TWICE", "analyse", "_defines_flow", "named_sources", "to_arrow"), "4.2"),
 }
 """The first version that has it. 4.0.4, 4.1.3, 4.2.0 and 4.3.0 were looked at: all have everything else."""
 
@@ -398,13 +396,8 @@ def _leaves(plan: Any, kinds: Collection[str] = (_READ,)) -> Iterator[Any]:
     return (leaf for leaf in every if leaf.getClass().getSimpleName() in kinds)
 
 
-@dataclass(frozen=True)
-class SqlError:
-    """
-    Attributes:
-        place: line and position, from 1; None: unknown.
-        suggested: columns, with commas; empty: none.
-    """
+class SqlError(NamedTuple):
+    """`place`: line and position, from 1; None: unknown. `suggested`: columns, with commas; empty: none."""
 
     text: str
     place: tuple[int, int] | None
