@@ -117,12 +117,15 @@ def _rehearsal(found: dict[str, Any]) -> Iterator[str]:
 def _metrics(found: dict[str, Any]) -> Iterator[str]:
     report = found["metrics"]
     every_15_s, every_5_s = (report[f"share_of_two_cores{of}"] for of in ("_every_15_s", ""))
-    pairs = zip(report["records_per_s"]["with"], report["records_per_s"]["without"], strict=True)
-    ratios = [f"{with_ / without:.2f}" for with_, without in pairs]
+    per_record, start = report["cpu_us_per_record"], report["start_cpu_s"]
+    ratios = [w / wo for w, wo in zip(report["records_per_s"]["with"], report["records_per_s"]["without"], strict=True)]
     yield f"A scrape takes {report['scrape_cpu_ms']:.0f} ms of processor time, the broker's share included:"
     yield f"{every_15_s:.2%} of two cores at an interval of 15 s, {every_5_s:.2%} at {report['scrape_every_s']:.0f} s."
-    yield f"Records per second with scrapes every {report['scrape_every_s']:.0f} s, relative to a run without, in"
-    yield f"{len(ratios)} pairs: {', '.join(ratios)}."
+    yield f"With scrapes every {report['scrape_every_s']:.0f} s, pipeline and broker take {per_record['with']:.2f} us"
+    yield f"of processor time per record ({per_record['without']:.2f} without metrics), and {start['with']:.1f} s"
+    yield f"once, at the start ({start['without']:.1f} without): Spark calls a listener in Python for the figures of"
+    yield f"its queries. Records per second relative to a run without: {', '.join(f'{r:.2f}' for r in ratios)}."
+    yield f"Medians of {report['pairs']} runs each of {' and '.join(f'{n:,}' for n in report['records'])} records."
     yield from _origin(report)
 
 
