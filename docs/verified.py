@@ -26,7 +26,7 @@ STORED = Path(__file__).parent / "verified.json"
 _BY_KEY = ("missing", "extra", "different")
 _KEPT = (
     "sink", "guarantee", "workload", "fault", "seed", "verdict", "lost", "duplicated", "fired", "final_read",
-    "service", "source", "place", "parts", "plain_s", "recovery_s", "start", "ran", "on",
+    "service", "source", "place", "parts", "plain_s", "recovery_s", "start", "ran", "on", "stored",
     *_BY_KEY,
 )  # fmt: skip
 _RECOVERY = ("plain_s", "recovery_s")
@@ -87,11 +87,11 @@ def runs(results: Sequence[dict[str, Any]]) -> list[str]:
     times = sum(len(r["ran"]) for r in known)
     broke = [r for r in known if any(run[-1] == Verdict.BROKEN.value for run in r["ran"])]
     older = sum(map(is_older, results))
-    unrecorded = len(results) - len(known)
+    stored = sorted(tuple(r["stored"]) for r in results if r.get("stored"))
     return [
         f"- Of {len(results):,} cells, {len(results) - older:,} ran on the code as it is. {older:,} are older",
-        f"  ({OLDER}): engine, ledger, a kit or a connector has changed since, or their commit is not on record",
-        f"  ({unrecorded:,}, from before 26 November 2026).",
+        f"  ({OLDER}): engine, ledger, a kit or a connector has changed since.",
+        *_stored_by(stored),
         f"- {times:,} runs are on record. Cells that broke in one of them: {len(broke):,}."
         + (f" Broken once, held since: {'; '.join(_name(r) for r in broke)}." if broke else ""),
         f"- In {sum(r.get('start') == AHEAD for r in results):,} cells of `spark` the last run was by",
@@ -99,6 +99,20 @@ def runs(results: Sequence[dict[str, Any]]) -> list[str]:
         "  a process of its own.",
         "- `verified.json` holds the time, commit, code and verdict of every run of a cell, and versions of the last;",
         "  `delivered verify --only SINK/GUARANTEE/WORKLOAD/FAULT --service SERVICE --seed SEED` repeats it.",
+    ]
+
+
+def _stored_by(stored: Sequence[tuple[str, str]]) -> list[str]:
+    """
+    Args:
+        stored: day and commit by which a cell's figures came into the file, of those that ran before each run was
+            recorded. Found in the history of the file.
+    """
+    if not stored:
+        return []
+    return [
+        f"- For {len(stored):,} of them, stored by {len(set(stored))} commits from {stored[0][0]} to {stored[-1][0]},",
+        "  `stored` names the commit that stored them. They ran on it, or shortly before it.",
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import pytest
 
 from delivered_lab.verify import matrix, provenance
 from delivered_lab.verify.case import AHEAD, Case, Result
-from delivered_lab.verify.matrix import Choice, Store, read_cases
+from delivered_lab.verify.matrix import Choice, Store, read_cases, write_file
 from delivered_lab.verify.services import ENGINE, SPARK
 from delivered_lab.verify.systems import KAFKA, SQLITE
 
@@ -176,3 +178,26 @@ def test_what_is_published_keeps_each_run_once(
     cell["ran"][-1][2] = "of another code"
     assert published.cell([cell]) == f"held (4){published.OLDER}"
     assert published.is_older({**cell, "ran": []})
+
+
+def test_each_published_cell_names_a_commit() -> None:
+    """With "+" behind it if files had changed since."""
+    for cell in published.load():
+        commits = [run[1] for run in cell["ran"]] if cell.get("ran") else [cell["stored"][1]]
+        assert all(re.fullmatch(r"[0-9a-f]{7,40}\+?", commit) for commit in commits), cell
+
+
+def test_a_run_takes_the_place_of_the_commit_that_stored_the_cell(
+    verdicts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published, "STORED", tmp_path / "verified.json")
+    verdicts.append("held")
+    matrix.run_matrix(Choice((CASE,), service=ENGINE), Store(tmp_path / "v.json"), tmp_path / "cases")
+    published.store([tmp_path / "v.json"])
+    (cell,) = published.load()
+    stored = {"stored": ["2026-11-22", "78d7d718"]}
+    write_file(published.STORED, json.dumps({"format": 1, "results": [{**cell, "ran": [], **stored}]}))
+    assert "2026-11-22" in "\n".join(published.runs(published.load()))
+    published.store([tmp_path / "v.json"])
+    (cell,) = published.load()
+    assert "stored" not in cell and cell["ran"]
