@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -16,7 +18,8 @@ from tests.support.scans import scanned
 from tests.support.servers import Pulsar
 from tests.support.sinks import SHARDS, Rig, alone, offsets
 
-from delivered.connectors.pulsar.committer import Transaction, markers_topic, opened_topic
+from delivered.clients.pulsar.connection import Cluster
+from delivered.connectors.pulsar.committer import Transaction, markers_topic, opened_topic, settings
 from delivered.connectors.pulsar.journal import SUBSCRIPTION, Topic
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.engine import Sinks
@@ -302,3 +305,36 @@ def test_killed_and_started_again(pulsar: Pulsar, tmp_path: Path, topic: str, re
     killed_and_started_again(
         tmp_path, made, "exactly_once", point, lambda: (value for _, value in reader.values().elements())
     )
+
+
+TOPICS, TASKS = 10, 8
+
+
+def test_the_first_transactions_of_a_topic_may_begin_together(
+    pulsar: Pulsar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker that takes a topic's first snapshot for two messages at once, of two connections, refuses the topic's
+    transactions from then on (apache/pulsar#24945)."""
+    own = threading.local()
+
+    def connections(options: Any) -> Cluster:  # as tasks of several processes have
+        if not hasattr(own, "cluster"):
+            own.cluster = Cluster(settings(options))
+        return cast("Cluster", own.cluster)
+
+    monkeypatch.setattr("delivered.connectors.pulsar.publisher.cluster", connections)
+    with ThreadPoolExecutor(TASKS) as pool:
+        for number in range(TOPICS):
+            (folder := tmp_path / str(number)).mkdir()
+            rig = Rig(sink(folder, pulsar, topic := pulsar.topic(0)))
+            plan = rig.plan(rig.context(), 0)
+            writers = [rig.sink.writer(work_of(rig, plan, shard), plan.guarantee, rig.schema) for shard in range(TASKS)]
+            together = threading.Barrier(TASKS)
+
+            def write(writer: Any, rig: Rig = rig, together: threading.Barrier = together) -> Any:
+                writer.stage(rig.rows(0, 0))
+                together.wait()
+                return writer.prepare(Fingerprint())
+
+            handles = [promise.handle for promise in pool.map(write, writers)]
+            assert len({(h.most, h.least) for h in handles}) == TASKS, topic

@@ -140,7 +140,8 @@ _DETAIL_MAX = 200
 
 _COORDINATOR_SETTING = "transactionCoordinatorEnabled"
 
-_RECOVERED = ("Ready", "NoSnapshot")
+_NO_SNAPSHOT = "NoSnapshot"
+_RECOVERED = ("Ready", _NO_SNAPSHOT)
 """States of a topic's transactions in which its broker knows which are open."""
 
 _PARTITIONS_MAX = 100_000
@@ -348,7 +349,17 @@ class Admin:
         return Bounds(tuple(ledgers), last, confirmed, cursors, size)
 
     def _stable(self, physical: str) -> Position | None:
-        """Before the first open transaction, which lastMessageId does not stop at; None: there are no transactions.
+        """Before the first open transaction, which lastMessageId does not stop at; None: there are no transactions."""
+        found = self._transactions(physical)
+        return None if found is None else found[1]
+
+    def lacks_snapshot(self, physical: str) -> bool:
+        """Whether the topic has never held a transaction. False: it has, or its brokers have none."""
+        found = self._transactions(physical)
+        return found is not None and found[0] == _NO_SNAPSHOT
+
+    def _transactions(self, physical: str) -> tuple[str, Position] | None:
+        """State of a topic's transactions, and the position before the first open one; None: there are none.
 
         A broker that has just loaded the topic does not know it yet: waits for it.
         """
@@ -360,7 +371,7 @@ class Admin:
             except (Missing, TransactionsOff):
                 return None
             if state in _RECOVERED:
-                return position
+                return state, position
             if time.monotonic() > deadline:
                 raise self._unreachable(f"of {path}: the transactions of the topic are {state}")
             time.sleep(_PAUSE_S)

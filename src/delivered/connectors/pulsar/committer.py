@@ -21,9 +21,9 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from delivered.clients.pulsar.connection import Cluster, Error, NoAnswer, Rejected, Settings
-from delivered.clients.pulsar.producer import TooLong
+from delivered.clients.pulsar.producer import Flow, Message, Producer, TooLong
 from delivered.clients.pulsar.transactions import Coordinators, TransactionId
-from delivered.connectors.pulsar import START, Place, Position, PulsarSinkOptions, short_name
+from delivered.connectors.pulsar import START, Place, Position, PulsarSinkOptions, physical, short_name
 from delivered.connectors.pulsar.client import Admin, Opened, hidden, not_permitted, secret, untrusted, warm_key
 from delivered.connectors.pulsar.journal import SUBSCRIPTION, Topic, topic_name
 from delivered.contract.sink import Committer, OpenTransaction, Shards
@@ -40,6 +40,9 @@ from delivered.model.work import Failed, Handle, Ok, Outcome, Prepared, Unknown,
 log = logging.getLogger(__name__)
 
 _PORT, _PORT_TLS = 6650, 6651
+_FIRST_S = 2 * REQUEST_TIMEOUT_S
+_CLOSED = "the broker closed the producer"
+"""In an error of the client. A broker closes producers when a topic moves, and when it cannot store their messages."""
 CLIENT_ERRORS = (NoAnswer, Rejected, TooLong, ssl.SSLError)
 """What a client's call raises; see `explained_client`."""
 
@@ -75,11 +78,11 @@ def cluster(options: Place) -> Cluster:
     """This process's connections with these options."""
     with _lock:
         if (key := warm_key(options)) not in _clusters:
-            _clusters[key] = Cluster(_settings(options))
+            _clusters[key] = Cluster(settings(options))
         return _clusters[key]
 
 
-def _settings(options: Place) -> Settings:
+def settings(options: Place) -> Settings:
     parts = urlsplit(options.url)
     with_tls = parts.scheme == "pulsar+ssl"
 
@@ -117,7 +120,8 @@ def explained_client(error: Exception, options: Place, what: str) -> DeliveredEr
                 return Refused("PULSAR_TRANSACTIONS_OFF", url=options.url, detail=detail)
             case Error.TXN_NOT_FOUND | Error.INVALID_TXN_STATUS | Error.TXN_CONFLICT:
                 return DeliveredError("PULSAR_TRANSACTION_ENDED", what=what, url=options.url, detail=detail)
-    return Unreachable("PULSAR_UNREACHABLE.BROKER", url=options.url, what=what, detail=detail)
+    condition = "CLOSED" if _CLOSED in detail else "BROKER"
+    return Unreachable(f"PULSAR_UNREACHABLE.{condition}", url=options.url, what=what, detail=detail)
 
 
 # Names of the topics.
@@ -143,6 +147,40 @@ def ensure_topics(options: PulsarSinkOptions, scope: Scope) -> None:
             topic.ensure()
             topic.close()
             _ensured.add(key)
+
+
+def open_to_transactions(options: PulsarSinkOptions, scope: Scope) -> None:
+    """Send the first transactional message of each topic alone, and abort it.
+
+    A broker takes a topic's first snapshot at its first transactional message. Without apache/pulsar#24945, two such
+    messages at once leave it refusing every later one until the topic is unloaded; and the tasks of a first batch send
+    them at once. Best effort: tasks report what fails here and matters to them.
+
+    Raises:
+        DeliveredError: the brokers did not answer.
+    """
+    admin = Admin(options)
+    count = admin.partitions(options.topic)
+    own = [physical((options.topic, n)) for n in (range(count) if count else (-1,))]
+    if not (fresh := [t for t in (markers_topic(options, scope), *own) if admin.lacks_snapshot(t)]):
+        return
+    connections, flow = cluster(options), Flow()
+    coordinators = Coordinators(connections)
+    transaction: TransactionId | None = None
+    try:
+        # It ends by itself soon: no record of it is needed for the next start.
+        transaction = coordinators.begin(0, _FIRST_S, soon())
+        coordinators.add(transaction, fresh, soon())
+        for topic in fresh:
+            producer = Producer(connections, topic, flow, soon(), transaction=transaction)
+            producer.send(Message(b""), soon())
+            producer.end_batch(soon())
+            flow.drain(soon())
+            producer.close(soon())
+    except CLIENT_ERRORS as error:
+        log.warning("%s: its transactions were not prepared: %s", options.label, explained_client(error, options, "it"))
+    if transaction is not None:
+        coordinators.end(transaction, commit=False, deadline=soon())
 
 
 # Their messages.
@@ -241,6 +279,7 @@ class PulsarCommitter(Committer):
     def __init__(self, options: PulsarSinkOptions, scope: Scope) -> None:
         self._options, self._scope = options, scope
         self._coordinators = Coordinators(cluster(options))
+        self._is_open = False
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         return self.commit_all([(work, prepared)])[0]
@@ -287,11 +326,16 @@ class PulsarCommitter(Committer):
         return Ok(None) if isinstance(outcome, Failed) else outcome  # it has ended
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        """Abort what tasks recorded as opened, except `keep`; forget records and markers that are no longer needed."""
+        """Abort what tasks recorded as opened, except `keep`; forget records and markers that are no longer needed. The
+        first time, prepare the topics for transactions of several tasks at once."""
         kept = [Transaction.of(p) for p in keep if p.handle]
         opened = Topic(self._options, opened_topic(self._options, self._scope))
         aborted = 0
         try:
+            if not self._is_open:
+                ensure_topics(self._options, self._scope)
+                open_to_transactions(self._options, self._scope)
+                self._is_open = True
             recorded = self._recorded(opened)
             held = {k.id for k in kept}
             orphans = [m.transaction for _, m in recorded if m.transaction not in held]
