@@ -120,8 +120,9 @@ def explained_client(error: Exception, options: Place, what: str) -> DeliveredEr
                 return Refused("PULSAR_TRANSACTIONS_OFF", url=options.url, detail=detail)
             case Error.TXN_NOT_FOUND | Error.INVALID_TXN_STATUS | Error.TXN_CONFLICT:
                 return DeliveredError("PULSAR_TRANSACTION_ENDED", what=what, url=options.url, detail=detail)
-    condition = "CLOSED" if _CLOSED in detail else "BROKER"
-    return Unreachable(f"PULSAR_UNREACHABLE.{condition}", url=options.url, what=what, detail=detail)
+    if _CLOSED in detail:
+        return Unreachable("PULSAR_UNREACHABLE.CLOSED", url=options.url, what=what, detail=detail)
+    return Unreachable("PULSAR_UNREACHABLE.BROKER", url=options.url, what=what, detail=detail)
 
 
 # Names of the topics.
