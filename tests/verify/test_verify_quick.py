@@ -141,3 +141,18 @@ def test_an_unknown_service_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["verify", "--out", str(tmp_path / "verify.json"), "--service", "storm"])
     assert done.exit_code == 2
     assert "SERVICE_UNKNOWN" in done.stderr
+
+
+def test_a_server_that_a_case_left_dead_starts_again_before_the_next(tmp_path: Path) -> None:
+    """Else all later cases of this environment fail at once, and it takes most of what waits."""
+    environment = Environment(tmp_path, print)
+    try:
+        server = environment.server("postgres")
+        environment.next_case()
+        assert environment.server("postgres") is server
+        server.kill()
+        assert environment.server("postgres") is server, "within a case a killed server is the case's own affair"
+        environment.next_case()
+        assert environment.server("postgres").is_running
+    finally:
+        environment.close()

@@ -81,6 +81,11 @@ class Broker:
         return self._identity.pid
 
     @property
+    def is_running(self) -> bool:
+        """Whether its process is there; it may not answer yet."""
+        return self._identity.find() is not None
+
+    @property
     def listeners(self) -> dict[str, str]:
         """Security protocol -> "127.0.0.1:port", for clients."""
         hidden = SERVERS[self.kind].hidden

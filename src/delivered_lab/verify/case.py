@@ -172,8 +172,7 @@ def run_case(case: Case, environment: Environment, *, plain_s: float | None = No
     started_s = time.monotonic()
     folder = environment.folder / case.name
     empty(folder)
-    if environment.drivers is not None:
-        environment.drivers.next_case()
+    environment.next_case()
     fixture: Fixture | None = None
     with contextlib.ExitStack() as stack:
 
@@ -414,6 +413,12 @@ class Environment:
             properties = dict(SYSTEMS[kind].properties)
             self._servers[kind] = brokers.start(kind, place, properties=properties, dies_with_parent=True)
         return self._servers[kind]
+
+    def next_case(self) -> None:
+        """Before a case: servers that an earlier one left dead start again, empty, when they are used."""
+        if self.drivers is not None:
+            self.drivers.next_case()
+        self._servers = {kind: server for kind, server in self._servers.items() if server.is_running}
 
     def close(self) -> None:
         if self.drivers is not None:

@@ -671,6 +671,7 @@ def cases(service: str, seed: int) -> list[Case]:
 def run_case(case: Case, environment: Environment) -> Result:
     """Run and judge a case of an end. An error in judging gives unknown, never a pass."""
     started_s = time.monotonic()
+    environment.next_case()
     folder = environment.folder / case.name
     empty(folder)
     with History(folder / "history.jsonl") as history, contextlib.ExitStack() as stack:
