@@ -223,13 +223,19 @@ def at(results: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
 
 
 def cell(results: Sequence[dict[str, Any]]) -> str:
-    """Of one failure point: the worst verdict, and how many faults it rests on."""
+    """Of one failure point: the worst verdict, and how many faults it rests on: those of the code as it is, and older
+    ones."""
     if not results:
         return UNPROVEN
     verdict = Verdict.worst([Verdict(r["verdict"]) for r in results])
-    fired = sum(int(r["fired"]) for r in results)
-    older = OLDER if any(map(is_older, results)) else ""
-    return f"{verdict.value} ({fired}){older}" if verdict in (Verdict.HELD, Verdict.BROKEN) else UNPROVEN
+    if verdict not in (Verdict.HELD, Verdict.BROKEN):
+        return UNPROVEN
+    older = [r for r in results if is_older(r)]
+    before = sum(int(r["fired"]) for r in older)
+    now = sum(int(r["fired"]) for r in results) - before
+    counts = [f"{now}"] if now else []
+    counts += [f"{before}{OLDER}"] if before else []
+    return f"{verdict.value} ({' + '.join(counts or ['0' + OLDER * (len(older) == len(results))])})"
 
 
 def matrix(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -362,7 +368,8 @@ def page() -> str:
             "purpose, in the stored runs of [`delivered verify`](verify.md). Look here before you rely on a",
             "combination.",
             "",
-            "Each cell shows the worst verdict at that failure point and, in brackets, the number of faults injected.",
+            "Each cell shows the worst verdict at that failure point and, in brackets, the number of faults injected:",
+            f"those of the code as it is, then those of older code ({OLDER}).",
             "*Unproven*: not run, invalid or unknown. `spark` is the product as users run it; `engine` runs the same",
             "connectors and commit engine in a loop that replaces Spark, and says nothing about Spark.",
             "`-`: no fault applies:",

@@ -175,8 +175,13 @@ def test_what_is_published_keeps_each_run_once(
     assert published.cell([cell]) == "held (4)"
     assert "killed-between" in "\n".join(published.runs([cell]))
     assert "kafka server" in "\n".join(published.environments([cell]))
+    code = cell["ran"][-1][2]
     cell["ran"][-1][2] = "of another code"
-    assert published.cell([cell]) == f"held (4){published.OLDER}"
+    now = {**cell, "ran": [[*cell["ran"][-1][:2], code, "held"]]}
+    assert published.cell([cell]) == "held (4°)"
+    assert published.cell([now, cell]) == "held (4 + 4°)"
+    assert published.cell([{**now, "fired": 0}]) == "held (0)"
+    assert published.cell([{**cell, "fired": 0}]) == "held (0°)"
     assert published.is_older({**cell, "ran": []})
 
 
