@@ -353,6 +353,10 @@ class Admin:
         found = self._transactions(physical)
         return None if found is None else found[1]
 
+    def has_transactions(self, physical: str) -> bool:
+        """Whether the topic is there, at brokers that have transactions."""
+        return self._transactions(physical) is not None
+
     def lacks_snapshot(self, physical: str) -> bool:
         """Whether the topic has never held a transaction. False: it has, or its brokers have none."""
         found = self._transactions(physical)

@@ -155,15 +155,25 @@ def open_to_transactions(options: PulsarSinkOptions, scope: Scope) -> None:
 
     A broker takes a topic's first snapshot at its first transactional message. Without apache/pulsar#24945, two such
     messages at once leave it refusing every later one until the topic is unloaded; and the tasks of a first batch send
-    them at once. Best effort: tasks report what fails here and matters to them.
+    them at once. Best effort, as a weaker guarantee may have no right to any of it: tasks report what they need.
 
     Raises:
-        DeliveredError: the brokers did not answer.
+        Unreachable: the brokers did not answer.
     """
     admin = Admin(options)
-    count = admin.partitions(options.topic)
-    own = [physical((options.topic, n)) for n in (range(count) if count else (-1,))]
-    if not (fresh := [t for t in (markers_topic(options, scope), *own) if admin.lacks_snapshot(t)]):
+    try:
+        count = admin.partitions(options.topic)
+        own = [physical((options.topic, n)) for n in (range(count) if count else (-1,))]
+        if not admin.has_transactions(own[0]):
+            return
+        ensure_topics(options, scope)
+        fresh = [t for t in (markers_topic(options, scope), *own) if admin.lacks_snapshot(t)]
+    except Unreachable:
+        raise
+    except DeliveredError as error:
+        log.info("%s: its transactions were not prepared: %s", options.label, error)
+        return
+    if not fresh:
         return
     connections, flow = cluster(options), Flow()
     coordinators = Coordinators(connections)
@@ -179,7 +189,7 @@ def open_to_transactions(options: PulsarSinkOptions, scope: Scope) -> None:
             flow.drain(soon())
             producer.close(soon())
     except CLIENT_ERRORS as error:
-        log.warning("%s: its transactions were not prepared: %s", options.label, explained_client(error, options, "it"))
+        log.info("%s: its transactions were not prepared: %s", options.label, explained_client(error, options, "it"))
     if transaction is not None:
         coordinators.end(transaction, commit=False, deadline=soon())
 
@@ -334,7 +344,6 @@ class PulsarCommitter(Committer):
         aborted = 0
         try:
             if not self._is_open:
-                ensure_topics(self._options, self._scope)
                 open_to_transactions(self._options, self._scope)
                 self._is_open = True
             recorded = self._recorded(opened)
