@@ -123,8 +123,8 @@ def _metrics(found: dict[str, Any]) -> Iterator[str]:
     yield f"{every_15_s:.2%} of two cores at an interval of 15 s, {every_5_s:.2%} at {report['scrape_every_s']:.0f} s."
     yield f"With scrapes every {report['scrape_every_s']:.0f} s, pipeline and broker take {per_record['with']:.2f} us"
     yield f"of processor time per record ({per_record['without']:.2f} without metrics), and {start['with']:.1f} s"
-    yield f"once, at the start ({start['without']:.1f} without): Spark calls a listener in Python for the figures of"
-    yield f"its queries. Records per second relative to a run without: {', '.join(f'{r:.2f}' for r in ratios)}."
+    yield f"once, at the start ({start['without']:.1f} without)."
+    yield f"Records per second relative to a run without: {', '.join(f'{r:.2f}' for r in ratios)}."
     yield f"Medians of {report['pairs']} runs each of {' and '.join(f'{n:,}' for n in report['records'])} records."
     yield from _origin(report)
 
