@@ -132,7 +132,7 @@ class World:
             ledger.close()
 
     def abort_orphans(self) -> object:
-        committer = open_committers(self.opened, self.scope)
+        committer = open_committers(self.opened, self.scope, Guarantee.EXACTLY_ONCE)
         try:
             return committer.abort_orphans(())
         finally:

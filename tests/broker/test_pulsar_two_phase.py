@@ -19,6 +19,8 @@ from tests.support.servers import Pulsar
 from tests.support.sinks import SHARDS, Rig, alone, offsets
 
 from delivered.clients.pulsar.connection import Cluster
+from delivered.connectors.pulsar import physical
+from delivered.connectors.pulsar.client import Admin
 from delivered.connectors.pulsar.committer import Transaction, markers_topic, opened_topic, settings
 from delivered.connectors.pulsar.journal import SUBSCRIPTION, Topic
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
@@ -338,3 +340,12 @@ def test_the_first_transactions_of_a_topic_may_begin_together(
 
             handles = [promise.handle for promise in pool.map(write, writers)]
             assert len({(h.most, h.least) for h in handles}) == TASKS, topic
+
+
+def test_a_weaker_guarantee_prepares_no_transactions(rig: Rig, reader: Reader) -> None:
+    context = rig.context(guarantee=Guarantee.AT_LEAST_ONCE)
+    commit_batch(context, 0, offsets(0), rig.write(rig.plan(context, 0)))
+    assert reader.values() == expected(rig, 0)
+    admin = Admin(rig.sink.options)
+    assert [admin.lacks_snapshot(physical((rig.sink.options.topic, n))) for n in range(2)] == [True, True]
+    assert admin.lacks_snapshot(markers_topic(rig.sink.options, context.scope)) is None, "it was created"

@@ -134,7 +134,7 @@ def test_a_sink_of_an_earlier_contract_is_refused(name: str, why: str, tmp_path:
 def test_a_committer_of_an_earlier_contract_is_refused() -> None:
     sink = HasOldCommitter(ToySink.__new__(ToySink), None)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"OldCommitter does not derive from delivered\.contract\.sink\.Committer"):
-        open_committers(Sinks.one(sink, "s"), Scope("p", "s", "i"))
+        open_committers(Sinks.one(sink, "s"), Scope("p", "s", "i"), Guarantee.EXACTLY_ONCE)
 
 
 @pytest.mark.usefixtures("installed")

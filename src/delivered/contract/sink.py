@@ -123,11 +123,13 @@ class Committer(ABC):
         """
         return {}
 
-    def set_up(self) -> None:
-        """Create the topic or table of markers that tasks write, if missing.
+    def set_up(self, guarantee: Guarantee, *, decides: bool) -> None:  # noqa: ARG002
+        """Create what tasks of the next batch need beside the rows, if missing: the topic or table of their markers.
 
-        Claiming a ledger in the same sink creates it; called only if the ledger is in another sink, at recovery, before
-        orphans are aborted. May be called again.
+        Called at recovery, before orphans are aborted. May be called again.
+
+        Args:
+            decides: the ledger is in this sink. Claiming it created what it shares with the markers.
         """
         return
 

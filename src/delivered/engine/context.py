@@ -76,7 +76,7 @@ class Context:
         transform: str = "",
     ) -> Context:
         """Connects on first use."""
-        ledger, committers = open_shared_ledger(sinks, scope), open_committers(sinks, scope)
+        ledger, committers = open_shared_ledger(sinks, scope), open_committers(sinks, scope, guarantee)
         return cls(scope, guarantee, owner, ledger, committers, sinks.names, tolerance, transform)
 
     def close(self) -> None:
@@ -91,9 +91,9 @@ def open_shared_ledger(sinks: Sinks, scope: Scope) -> Ledger:
     return Ledger(store, scope, carries_rows=sinks.place.carries_rows)
 
 
-def open_committers(sinks: Sinks, scope: Scope) -> Committers:
+def open_committers(sinks: Sinks, scope: Scope, guarantee: Guarantee) -> Committers:
     own = {m.name: build(Committer, m.sink.committer, replace(scope, sink=m.name)) for m in sinks.members}
-    return Committers(own, scope)
+    return Committers(own, scope, guarantee)
 
 
 def open_ledger(sink: Sink, scope: Scope) -> Ledger:
@@ -235,8 +235,9 @@ class Committers:
         by_name: by sink, in the order in which they are applied.
     """
 
-    def __init__(self, committers: Mapping[str, Committer], scope: Scope) -> None:
+    def __init__(self, committers: Mapping[str, Committer], scope: Scope, guarantee: Guarantee) -> None:
         self._scope = scope
+        self._guarantee = guarantee
         self.by_name = committers
         self._is_set_up = False
 
@@ -305,12 +306,10 @@ class Committers:
             committer.close()
 
     def _set_up(self) -> None:
-        """Create what a claim of the sink's own ledger would have created."""
         if self._is_set_up:
             return
         for sink, committer in self.by_name.items():
-            if sink != self._scope.sink:
-                committer.set_up()
+            committer.set_up(self._guarantee, decides=sink == self._scope.sink)
         self._is_set_up = True
 
     def _named(self, name: str) -> Committer:

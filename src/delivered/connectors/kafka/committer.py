@@ -61,6 +61,7 @@ from delivered.connectors.kafka.topics import (
 )
 from delivered.contract.sink import Committer, OpenTransaction, Shards
 from delivered.contract.source import Blocking, HeldBack
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Target, Work
@@ -608,9 +609,10 @@ class KafkaCommitter(Committer):
             raise Unreachable("KAFKA_NO_ANSWER.TOPIC_ID", topic=topic, error=error) from None
         return {} if known is None else {self._scope.sink: Target(f"topic {topic}", known)}
 
-    def set_up(self) -> None:
+    def set_up(self, guarantee: Guarantee, *, decides: bool) -> None:  # noqa: ARG002
         """Create the topic for markers if another sink keeps the ledger. See `delivered.contract.sink.Committer`."""
-        ensure_topic(self._wire, self._topic, self._options)
+        if not decides:
+            ensure_topic(self._wire, self._topic, self._options)
 
     def forget(self, batch: int) -> None:
         """Nothing to do: a shard's new marker replaces the previous one."""

@@ -353,14 +353,10 @@ class Admin:
         found = self._transactions(physical)
         return None if found is None else found[1]
 
-    def has_transactions(self, physical: str) -> bool:
-        """Whether the topic is there, at brokers that have transactions."""
-        return self._transactions(physical) is not None
-
-    def lacks_snapshot(self, physical: str) -> bool:
-        """Whether the topic has never held a transaction. False: it has, or its brokers have none."""
+    def lacks_snapshot(self, physical: str) -> bool | None:
+        """Whether the topic has never held a transaction; None: it does not exist, or its brokers have none."""
         found = self._transactions(physical)
-        return found is not None and found[0] == _NO_SNAPSHOT
+        return None if found is None else found[0] == _NO_SNAPSHOT
 
     def _transactions(self, physical: str) -> tuple[str, Position] | None:
         """State of a topic's transactions, and the position before the first open one; None: there are none.

@@ -155,7 +155,7 @@ def open_to_transactions(options: PulsarSinkOptions, scope: Scope) -> None:
 
     A broker takes a topic's first snapshot at its first transactional message. Without apache/pulsar#24945, two such
     messages at once leave it refusing every later one until the topic is unloaded; and the tasks of a first batch send
-    them at once. Best effort, as a weaker guarantee may have no right to any of it: tasks report what they need.
+    them at once. Best effort: tasks report what they lack.
 
     Raises:
         Unreachable: the brokers did not answer.
@@ -164,10 +164,12 @@ def open_to_transactions(options: PulsarSinkOptions, scope: Scope) -> None:
     try:
         count = admin.partitions(options.topic)
         own = [physical((options.topic, n)) for n in (range(count) if count else (-1,))]
-        if not admin.has_transactions(own[0]):
+        lacking = {t: admin.lacks_snapshot(t) for t in own}
+        if lacking[own[0]] is None:
             return
         ensure_topics(options, scope)
-        fresh = [t for t in (markers_topic(options, scope), *own) if admin.lacks_snapshot(t)]
+        markers = markers_topic(options, scope)
+        fresh = [t for t, lacks in {markers: admin.lacks_snapshot(markers), **lacking}.items() if lacks]
     except Unreachable:
         raise
     except DeliveredError as error:
@@ -290,7 +292,6 @@ class PulsarCommitter(Committer):
     def __init__(self, options: PulsarSinkOptions, scope: Scope) -> None:
         self._options, self._scope = options, scope
         self._coordinators = Coordinators(cluster(options))
-        self._is_open = False
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         return self.commit_all([(work, prepared)])[0]
@@ -337,15 +338,11 @@ class PulsarCommitter(Committer):
         return Ok(None) if isinstance(outcome, Failed) else outcome  # it has ended
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        """Abort what tasks recorded as opened, except `keep`; forget records and markers that are no longer needed. The
-        first time, prepare the topics for transactions of several tasks at once."""
+        """Abort what tasks recorded as opened, except `keep`; forget records and markers that are no longer needed."""
         kept = [Transaction.of(p) for p in keep if p.handle]
         opened = Topic(self._options, opened_topic(self._options, self._scope))
         aborted = 0
         try:
-            if not self._is_open:
-                open_to_transactions(self._options, self._scope)
-                self._is_open = True
             recorded = self._recorded(opened)
             held = {k.id for k in kept}
             orphans = [m.transaction for _, m in recorded if m.transaction not in held]
@@ -396,9 +393,10 @@ class PulsarCommitter(Committer):
         most, least = map(int, transactional_id.split("-"))
         return self._coordinators.end(TransactionId(most, least), commit=commit, deadline=soon())
 
-    def set_up(self) -> None:
-        """See `delivered.contract.sink.Committer`."""
-        ensure_topics(self._options, self._scope)
+    def set_up(self, guarantee: Guarantee, *, decides: bool) -> None:  # noqa: ARG002
+        """Prepare the topics for transactions of several tasks at once. See `delivered.contract.sink.Committer`."""
+        if guarantee is Guarantee.EXACTLY_ONCE:
+            open_to_transactions(self._options, self._scope)
 
     def _is_visible(self, held: Transaction, work: Work) -> bool:
         """Whether a reader sees the marker now. False: not yet, or never."""

@@ -639,9 +639,10 @@ class ServerCommitter(Committer, Generic[C]):
         known = self._ask(self._shards.identity)
         return {} if known is None else {self._scope.sink: Target(f"table {self._options.table_text}", known)}
 
-    def set_up(self) -> None:
+    def set_up(self, guarantee: Guarantee, *, decides: bool) -> None:  # noqa: ARG002
         """Create the table for markers. See `delivered.contract.sink.Committer`."""
-        self._ask(self._server.migrate)
+        if not decides:
+            self._ask(self._server.migrate)
 
     def forget(self, batch: int) -> None:
         """Delete markers of earlier batches, as a decision in this database would have."""
