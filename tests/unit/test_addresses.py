@@ -213,7 +213,8 @@ def test_delta_never_puts_without_a_condition(word: str) -> None:
     "query",
     ["sslmode=verify_full", "sslmode=Verify-Full", "sslmode=requier", "sslmode=", "sslmode=require%20",
      "SSLMODE=require", "sslmode=verify-full&sslmode=disable", "channel_binding=required",
-     "gssencmode=on", "sslnegotiation=Direct", "sslmod=require", "sslrootcrt=/x", "appliction_name=a"],
+     "gssencmode=on", "sslnegotiation=Direct", "sslmod=require", "sslrootcrt=/x", "appliction_name=a",
+     "sslmode=verify-full&ssl=true", "sslmode=verify-full&requiressl=0"],
 )  # fmt: skip
 def test_words_of_libpq_are_checked_where_options_are_parsed(query: str) -> None:
     url = f"postgresql://h.example/db?{query}"
@@ -227,8 +228,10 @@ def test_words_of_libpq_are_checked_where_options_are_parsed(query: str) -> None
         with pytest.raises(UsageError) as caught:
             ask()
         assert caught.value.next_step is not None and query[:6].lower() in caught.value.next_step
-    for right in ("sslmode=verify-full&channel_binding=require", "sslrootcert=/x&sslmode=require", "ssl=true"):
-        sink.options.parse({"url": f"postgresql://h.example/db?{right}", "dbtable": "t"})
+    for right in ("sslmode=verify-full&channel_binding=require", "sslrootcert=/x&sslmode=require", "ssl=true",
+                  "ssl=true&sslmode=verify-full"):  # fmt: skip
+        found = sink.options.parse({"url": f"postgresql://h.example/db?{right}", "dbtable": "t"})
+        assert not found.in_clear
 
 
 @pytest.mark.parametrize("query", ["ssl_verify_cert=true&ssl_verify_cert=false", "SSL_CA=/x", "ssl_mode=REQUIRED"])
@@ -237,3 +240,5 @@ def test_parameters_of_mysql_are_known_and_given_once(query: str) -> None:
     assert sink is not None
     with pytest.raises(UsageError):
         sink.options.parse({"url": f"mysql://h.example/db?{query}", "dbtable": "t"})
+    with pytest.raises(UsageError):
+        sink.options.parse({"url": f"mysql://h.example/db#?{query}", "dbtable": "t"})

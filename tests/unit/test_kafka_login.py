@@ -123,7 +123,9 @@ def test_a_protocol_that_reaches_the_client_unchecked_opens_no_connection() -> N
          "password in clear to broker.example"),
         ("postgres", {"url": "postgresql://db.example/shop", "dbtable": "t"}, "sslmode=prefer"),
         ("postgres", {"url": "postgresql:///shop?host=db.example&sslmode=disable", "dbtable": "t"}, "sslmode=disable"),
+        ("postgres", {"url": "postgresql://db.example/shop?requiressl=0", "dbtable": "t"}, "sslmode=prefer"),
         ("mysql", {"url": "mysql://db.example/shop", "dbtable": "t"}, "not required to be encrypted"),
+        ("mysql", {"url": "mysql://db.example/shop?&", "dbtable": "t"}, "not required to be encrypted"),
         ("rabbitmq", {"url": "amqp://me@mq.example", "password": "env:P", "ledger": "l"}, "in clear to mq.example"),
     ],
 )  # fmt: skip

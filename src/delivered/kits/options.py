@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, parse_qsl, unquote, urlsplit
 
 from delivered.model.capability import APPEND, OnConflict, WriteMode
 from delivered.model.errors import UsageError
@@ -16,6 +16,7 @@ from delivered.model.identity import fitted_name
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.options import (
     FLAG,
+    SSL_WORDS,
     Option,
     Options,
     OptionType,
@@ -457,10 +458,13 @@ def postgres_in_clear(url: str) -> tuple[str, ...]:
     parameters = parse_qs(parts.query)
     named = [urlsplit(f"//{h}").hostname or "" for h in parts.netloc.rpartition("@")[2].split(",")]
     host = parameters.get("host", [",".join(named) or os.environ.get("PGHOST", "")])[-1]
-    mode = parameters.get("sslmode", [os.environ.get("PGSSLMODE", "prefer")])[-1]
+    host = parameters.get("hostaddr", [os.environ.get("PGHOSTADDR") or host])[-1]
+    words = {"sslmode": str, **SSL_WORDS}
+    modes = [words[name](value) for name, value in parse_qsl(parts.query) if name in words]
+    mode = [os.environ.get("PGSSLMODE", "prefer"), *modes][-1]
     if mode not in _UNENCRYPTED or all(is_loopback(h) for h in host.split(",")):
         return ()
-    why = "the default" if "sslmode" not in parameters and "PGSSLMODE" not in os.environ else "as configured"
+    why = "the default" if not modes and "PGSSLMODE" not in os.environ else "as configured"
     return (
         f"the connection to PostgreSQL at {host} is not required to be encrypted (sslmode={mode}, {why}); write "
         "?sslmode=verify-full&sslrootcert=PATH",
@@ -470,7 +474,7 @@ def postgres_in_clear(url: str) -> tuple[str, ...]:
 def mysql_in_clear(url: str) -> tuple[str, ...]:
     """What a connection sends unencrypted, or to a server that it does not verify; see `Options.in_clear`."""
     parts = urlsplit(url)
-    if parts.query or is_loopback(parts.hostname):
+    if parse_qsl(parts.query, keep_blank_values=True) or is_loopback(parts.hostname):
         return ()
     return (
         f"the connection to MySQL at {parts.hostname} is not required to be encrypted, and the server is not verified; "

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
-from urllib.parse import SplitResult, parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, parse_qsl, urlsplit
 
 from delivered.model.errors import UsageError, holds_password, is_secret, texts
 from delivered.model.errors import shown as shown_value
@@ -745,11 +745,18 @@ _LIBPQ_NAMES = frozenset((*_LIBPQ, *_LIBPQ_TEXT.split()))
 """Parameters of libpq 18; a later one may know more."""
 
 
+SSL_WORDS: Mapping[str, Callable[[str], str]] = {
+    "ssl": lambda _: "require",
+    "requiressl": lambda value: "require" if value.startswith("1") else "prefer",
+}
+"""Parameters that libpq reads as an sslmode, which replaces an earlier one."""
+
+
 def check_postgres_words(query: str) -> None:
     """Whether libpq knows a URL's parameters and their words, which it reads only once it connects.
 
     Raises:
-        Unfit: a word is unknown, a parameter is misspelt or given twice.
+        Unfit: a word is unknown, a parameter is misspelt, given twice, or replaces sslmode.
     """
     given = parse_qs(query, keep_blank_values=True)
     for name, words in _LIBPQ.items():
@@ -764,6 +771,9 @@ def check_postgres_words(query: str) -> None:
                 known=", ".join(words),
                 suggestion=near[0] if near else words[-1],
             )
+    named = [name for name, _ in parse_qsl(query) if name == "sslmode" or name in SSL_WORDS]
+    if "sslmode" in named[:-1]:
+        raise Unfit.build("OPTION_VALUE.PARAMETER_SSLMODE", parameter=named[-1], mode=given["sslmode"][0])
     known = [*_LIBPQ, "ssl"]
     odd = next((name for name in given if name not in known and name.lower() in known), None)
     if odd is not None:

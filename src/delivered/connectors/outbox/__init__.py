@@ -48,6 +48,7 @@ def _url(text: str) -> str:
     try:
         parts = urlsplit(url)
         usable = parts.scheme in DIALECTS and bool(parts.path.strip("/")) and names_database(parts)
+        usable = usable and not (parts.fragment and DIALECTS[parts.scheme] == "mysql")
     except ValueError:
         usable = False
     if not usable:
