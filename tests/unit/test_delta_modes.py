@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import decimal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, write_deltalake
 from tests.support.delta import sink_at
 from tests.support.tables import EXACT, SCOPE, UPSERT, claimed, days, decision, items, staged
 
@@ -92,6 +94,32 @@ def test_upsert_leaves_files_alone_that_hold_no_key_of_the_batch(tmp_path: Path)
     assert mine.decide(decision(2, staged(sink, items((2, 0, "later")), 2))) == Ok(None)
     assert found(tmp_path) == [(1, 2, "c"), (2, 1, "a"), (3, 1, "b")]
     assert DeltaCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (pa.timestamp("us", "UTC"), dt.datetime(2024, 1, 1, microsecond=123_456, tzinfo=dt.UTC)),
+        (pa.timestamp("us"), dt.datetime.fromisoformat("1969-12-31T23:59:59.999999")),
+        (pa.timestamp("us"), dt.datetime.fromisoformat("9999-12-31T23:59:59.999999")),
+        (pa.decimal128(18, 2), decimal.Decimal("1234567890123456.78")),
+        (pa.decimal128(38, 0), decimal.Decimal(10**37 + 1)),
+        (pa.date32(), dt.date(2024, 1, 1)),
+        (pa.string(), "x" * 100),
+        (pa.binary(), b"\xff"),
+        (pa.int64(), -(1 << 63)),
+    ],
+    ids=str,
+)
+def test_upsert_finds_the_keys_in_files_of_other_writers(tmp_path: Path, kind: pa.DataType, key: Any) -> None:
+    """Their bounds of a column are rounded: the row would be in the table twice."""
+    old = pa.table({"k.y": pa.array([key], kind), "k": pa.array([{"y": 7}]), "v": pa.array([0])})
+    write_deltalake(tmp_path / "t", old)
+    sink = sink_at(tmp_path, mode="upsert", keyColumns="k.y")
+    batch = pa.table({"k.y": pa.array([key], kind), "k": pa.array([{"y": 8}]), "v": pa.array([1])})
+    mine = claimed(sink, batch)
+    assert mine.decide(decision(0, staged(sink, batch))) == Ok(None)
+    assert pa.table(DeltaTable(str(tmp_path / "t")).to_pyarrow_table())["v"].to_pylist() == [1]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import hashlib
 import json
 import secrets
@@ -362,6 +363,9 @@ def build_effect(
     return Effect(files)
 
 
+_MILLISECOND = dt.timedelta(milliseconds=1)
+
+
 @dataclass(frozen=True)
 class _File:
     """See `delivered.kits.table.changes.TableFile`. `data`: from `active_files`."""
@@ -374,8 +378,11 @@ class _File:
             value = self.data["partition"][key]
             return None if value is None or isinstance(value, str) else (value, value)
         low, high = self.data["min"].get(key), self.data["max"].get(key)
-        # The log truncates texts.
-        return None if low is None or high is None or isinstance(low, str) else (low, high)
+        # Other writers cut times to milliseconds, round decimals to doubles, and truncate texts.
+        if isinstance(low, dt.datetime) and isinstance(high, dt.datetime):
+            return (low, high + _MILLISECOND) if high.year < dt.MAXYEAR else None
+        exact = isinstance(low, int | dt.date) and isinstance(high, int | dt.date)
+        return (low, high) if exact else None
 
     def rows(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
         partition = self.data["partition"]

@@ -294,14 +294,14 @@ def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
         if pa.table(table.deletion_vectors()).num_rows:
             raise UsageError("TABLE_HAS_DELETIONS", path=options.path)
         partitions = table.metadata().partition_columns
-        files = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+        files = pa.table(table.get_add_actions()).to_pylist()
     return [
         {
             "path": unquote(row["path"]),
             "size": int(row["size_bytes"]),
-            "partition": {name: row[f"partition.{name}"] for name in partitions},
-            "min": {name.removeprefix("min."): v for name, v in row.items() if name.startswith("min.")},
-            "max": {name.removeprefix("max."): v for name, v in row.items() if name.startswith("max.")},
+            "partition": {name: row["partition"][name] for name in partitions},
+            "min": row.get("min") or {},
+            "max": row.get("max") or {},
         }
         for row in sorted(files, key=lambda row: str(row["path"]))
     ]
