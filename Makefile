@@ -56,7 +56,7 @@ screenshots: setup ## pictures of the page as the last rehearsal left it, into d
 test-fast: setup ## unit and property tests, every crash point in memory; no server, no Java, a minute and a half
 	$(TEST) $(FAST)
 
-test: setup ## all tests but the sweeps, with real servers, which are fetched meanwhile: about 17 minutes on two cores
+test: setup ## all tests but the sweeps, with real servers, which are fetched meanwhile: about 13 minutes on two cores
 	@mkdir -p build
 	@($(BIN)/delivered brokers fetch $(SERVERS) && $(BIN)/python -m tests.support.kafka_classes) > build/fetch.log 2>&1 &
 	$(TEST)

@@ -19,16 +19,17 @@ _COLOURS = {"delivered once": "#009E73", "lost": "#D55E00", "duplicated": "#0072
 """Of the Okabe-Ito palette, told apart by the colour-blind."""
 
 
-def stored() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(STORED.read_text(encoding="utf-8"))
+def stored() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(STORED.read_text(encoding="utf-8"))
     return found
 
 
-def draw(results: list[dict[str, Any]]) -> None:
+def draw(run: dict[str, Any]) -> None:
     """One bar for each guarantee: what arrived once, what was lost, and beyond the line what arrived again.
 
     Words stand above the bars: a telephone shows them at a size that can be read.
     """
+    origin, results = run["origin"], run["results"]
     sent = max(int(r["sent"]) for r in results)
     kills = sum(int(r["kills"]) for r in results)
     bars, labels = [], []
@@ -60,7 +61,10 @@ def draw(results: list[dict[str, Any]]) -> None:
     words = words.encode(y=y, x=alt.X("at:Q", scale=scale), text="text:N")
     title = alt.TitleParams(
         f"{sent:,} flights, {kills} kills",
-        subtitle="read back from the sink; the line is what was sent",
+        subtitle=[
+            "read back from the sink; the line is what was sent",
+            f"{origin['command']}, {origin['date']}, commit {origin['commit']}",
+        ],
         anchor="start",
         offset=12,
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import origin
 from examples.demo.killing import Life
 from examples.demo.page import Row, page
 from rich import box
@@ -73,7 +74,8 @@ def table(title: str, results: Sequence[Result]) -> Table:
 
 def write(results: Sequence[Result], system: str, json_file: Path, page_file: Path) -> None:
     json_file.parent.mkdir(parents=True, exist_ok=True)
-    json_file.write_text(json.dumps([r.to_json() for r in results], indent=2) + "\n", encoding="utf-8")
+    stored = {"origin": origin(), "results": [r.to_json() for r in results]}
+    json_file.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
     kills = sum(len(r.life.kills) for r in results)
     sent = max((r.report.counts.sent for r in results), default=0)
     intro = (
