@@ -16,6 +16,6 @@ _LOAD = round(os.getloadavg()[0], 2)
 def origin() -> dict[str, Any]:
     """Where the figures of a report come from: commit, date (UTC), command, and the machine's load before it."""
     main = sys.modules["__main__"].__spec__
-    command = shlex.join(["python", "-m", main.name if main else sys.argv[0], *sys.argv[1:]])
-    command = command.replace("benchmarks.__main__", "benchmarks")
+    name = main.name.removesuffix(".__main__") if main else sys.argv[0]
+    command = shlex.join(["python", "-m", name, *sys.argv[1:]])
     return {"commit": commit(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "command": command, "load": _LOAD}

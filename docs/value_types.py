@@ -59,7 +59,8 @@ def page() -> str:
 _INTRODUCTION = [
     "This page shows how each sink stores each of Spark's types, and which values it cannot hold; look here if a row",
     "or column is refused. Each value was written by the real sink to the real system, read back by that system's own",
-    "client, compared with what was sent, and audited (`tests/conformance/test_catalogue.py`). The outcomes are:",
+    "client, compared with what was sent, and audited (`tests/conformance/test_catalogue.py`). `make test` compares",
+    "this page with what one path to each encoder does now, `make verify` with all of them. The outcomes are:",
     "",
     "- **exact**: the value arrived as it was sent, and the audit's verdict is `held`;",
     "- **bad row**: the row is refused with the column's name, and goes where `on_bad_row` says;",
