@@ -46,6 +46,7 @@ from delivered.model.options import (
     Option,
     Options,
     OptionType,
+    check_storage,
     choice,
     duration,
     integer,
@@ -593,6 +594,9 @@ class ReceiveOptions(Options):
         ),
     )
     storage: Mapping[str, str] = prefixed("storage.")
+
+    def check(self, owner: str) -> None:
+        check_storage(owner, self.log, self.storage)
 
     def limits(self) -> ReceiveLimits:
         return ReceiveLimits(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from delivered.connectors.log import append
 from delivered.kits.schemas import FormatOptions
 from delivered.model.errors import Refused, UsageError
 from delivered.model.options import Unfit, parse_address, parse_addresses
@@ -14,6 +16,7 @@ from delivered.operate.metrics import otlp_reader
 from delivered.patterns.saga.definition import Http
 from delivered.patterns.saga.log import Log
 from delivered.pipeline.registry import connectors
+from delivered.receiver import ReceiveOptions
 
 BAD = [
     "", "   ", ":9092", "host:", "host:0", "host:-1", "host:99999", "host:999999", "host:9092x", "host:+1",
@@ -190,23 +193,37 @@ def test_an_endpoint_of_open_telemetry(value: str) -> None:
 @pytest.mark.parametrize("name", ["storage.AWS_S3_ALLOW_UNSAFE_RENAME", "storage.allow_unsafe_rename"])
 @pytest.mark.parametrize("word", ["true", "TRUE", "1", "on", "yes", "Y", " true ", "env:X", "ture"])
 def test_delta_never_renames_without_a_condition(name: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    delta: Any = connectors()["delta"].sinks
+    for options, given in _tables_of_delta():
+        for path in ("s3://b/t", "S3://b/t"):
+            with pytest.raises(Refused, match="COMMIT_UNSAFE"):
+                options.parse({**given(path), name: word})
+        options.parse({**given("s3://b/t"), name: "False"})
     with pytest.raises(Refused, match="COMMIT_UNSAFE"):
-        delta.options.parse({"path": "s3://b/t", name: word})
-    delta.options.parse({"path": "s3://b/t", name: "False"})
+        append("s3://b/t", pa.table({"value": [b"1"]}), storage={name.removeprefix("storage."): word})
     monkeypatch.setenv(name.removeprefix("storage.").upper(), word)
-    with pytest.raises(Refused, match="COMMIT_UNSAFE"):
-        delta.options.parse({"path": "s3://b/t"})
-    delta.options.parse({"path": "/local"})
+    for options, given in _tables_of_delta():
+        with pytest.raises(Refused, match="COMMIT_UNSAFE"):
+            options.parse(given("S3://b/t"))
+        options.parse(given("/local"))
+
+
+def _tables_of_delta() -> list[tuple[Any, Any]]:
+    """Options of whatever is a Delta table, and what they need with a path."""
+    known: Any = connectors()
+    return [
+        (known["delta"].sinks.options, lambda path: {"path": path}),
+        (known["log"].sources.options, lambda path: {"path": path}),
+        (ReceiveOptions, lambda path: {"log": path}),
+    ]
 
 
 @pytest.mark.parametrize("word", ["disabled", " Disabled", "dynamo:t", "etga", "env:X"])
 def test_delta_never_puts_without_a_condition(word: str) -> None:
-    delta: Any = connectors()["delta"].sinks
     for name in ("storage.conditional_put", "storage.aws_conditional_put"):
-        with pytest.raises(Refused, match="COMMIT_UNSAFE"):
-            delta.options.parse({"path": "s3://b/t", name: word})
-        delta.options.parse({"path": "s3://b/t", name: "etag"})
+        for options, given in _tables_of_delta():
+            with pytest.raises(Refused, match="COMMIT_UNSAFE"):
+                options.parse({**given("s3://b/t"), name: word})
+            options.parse({**given("s3://b/t"), name: "etag"})
 
 
 @pytest.mark.parametrize(

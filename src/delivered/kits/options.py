@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import parse_qs, parse_qsl, unquote, urlsplit
@@ -459,7 +459,7 @@ def postgres_in_clear(url: str) -> tuple[str, ...]:
     named = [urlsplit(f"//{h}").hostname or "" for h in parts.netloc.rpartition("@")[2].split(",")]
     host = parameters.get("host", [",".join(named) or os.environ.get("PGHOST", "")])[-1]
     host = parameters.get("hostaddr", [os.environ.get("PGHOSTADDR") or host])[-1]
-    words = {"sslmode": str, **SSL_WORDS}
+    words: Mapping[str, Callable[[str], str]] = {"sslmode": str, **SSL_WORDS}
     modes = [words[name](value) for name, value in parse_qsl(parts.query) if name in words]
     mode = [os.environ.get("PGSSLMODE", "prefer"), *modes][-1]
     if mode not in _UNENCRYPTED or all(is_loopback(h) for h in host.split(",")):

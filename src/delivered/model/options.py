@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 from urllib.parse import SplitResult, parse_qs, parse_qsl, urlsplit
 
-from delivered.model.errors import UsageError, holds_password, is_secret, texts
+from delivered.model.errors import Refused, UsageError, holds_password, is_secret, texts
 from delivered.model.errors import shown as shown_value
 from delivered.model.identity import SOURCE, by_source
 
@@ -713,6 +713,34 @@ def check_endpoints(owner: str, prefix: str, given: Mapping[str, str], environme
     for name, value in names.items():
         if not value.startswith(REFERENCES):
             check_http_url(name, value, "a URL like http://minio:9000")
+
+
+_NO = ("false", "0", "no", "off", "n")
+_SAFE = {
+    "aws_s3_allow_unsafe_rename": _NO,
+    "allow_unsafe_rename": _NO,
+    "aws_conditional_put": ("etag",),
+    "conditional_put": ("etag",),
+}
+"""With any other value two writers could both appear to write the same version of a table's log. The client takes 1, on
+and yes for true, and what is not among its options from the environment."""
+
+
+def check_storage(owner: str, path: str, storage: Mapping[str, str]) -> None:
+    """Check the options of the object store of a Delta table, or of a log, which is one.
+
+    Raises:
+        UsageError: nothing can listen at an endpoint.
+        Refused: an option removes the protection against concurrent writers.
+    """
+    store = "AWS" if path.lower().startswith(("s3://", "s3a://")) else ""
+    check_endpoints(owner, "storage.", storage, store)
+    options = {f"option 'storage.{key}'": (key.lower(), value) for key, value in storage.items()}
+    if store:
+        options |= {f"the environment variable {name!r}": (name.lower(), text) for name, text in os.environ.items()}
+    for what, (key, value) in options.items():
+        if key in _SAFE and value.strip().lower() not in _SAFE[key]:
+            raise Refused("COMMIT_UNSAFE", owner=owner, what=what, value=value)
 
 
 def is_netloc(netloc: str, several: bool = False) -> bool:

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 
 from delivered.contract.connector import Connector, Factory
 from delivered.kits.options import PATH, sink_name
 from delivered.kits.table import FileTableOptions, compression_option
-from delivered.model.errors import Refused, UsageError
-from delivered.model.options import OptionType, Unfit, check_endpoints, option, prefixed, resolve_secrets
+from delivered.model.errors import UsageError
+from delivered.model.options import OptionType, Unfit, check_storage, option, prefixed, resolve_secrets
 
 _NO_PATH = re.compile(r"[\\\x00-\x1f\x7f]")
-_NO = ("false", "0", "no", "off", "n")
-_SAFE = {
-    "aws_s3_allow_unsafe_rename": _NO,
-    "allow_unsafe_rename": _NO,
-    "aws_conditional_put": ("etag",),
-    "conditional_put": ("etag",),
-}
-"""With any other value two drivers could both appear to write the same version of the log. The client takes 1, on
-and yes for true, and what is not among its options from the environment."""
 
 
 def _columns(text: str) -> tuple[str, ...]:
@@ -56,14 +46,7 @@ class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
         that disables the protection against concurrent drivers."""
         if _NO_PATH.search(self.path):
             raise UsageError("OPTION_VALUE.DELTA_PATH", owner=owner, path=self.path)
-        store = "AWS" if self.path.startswith(("s3://", "s3a://")) else ""
-        check_endpoints(owner, "storage.", self.storage, store)
-        options = {f"option 'storage.{key}'": (key, value) for key, value in self.storage.items()}
-        if store:
-            options |= {f"the environment variable {name!r}": (name.lower(), text) for name, text in os.environ.items()}
-        for what, (key, value) in options.items():
-            if key in _SAFE and value.strip().lower() not in _SAFE[key]:
-                raise Refused("COMMIT_UNSAFE", owner=owner, what=what, value=value)
+        check_storage(owner, self.path, self.storage)
 
     @property
     def local(self) -> bool:

@@ -9,7 +9,16 @@ from typing import Any
 
 from delivered.contract.connector import Connector, Factory
 from delivered.kits.options import absolute, headers_option, rows_max_option
-from delivered.model.options import Options, OptionType, Unfit, integer, option, prefixed, resolve_secrets
+from delivered.model.options import (
+    Options,
+    OptionType,
+    Unfit,
+    check_storage,
+    integer,
+    option,
+    prefixed,
+    resolve_secrets,
+)
 
 EARLIEST = "earliest"
 LATEST = "latest"
@@ -82,6 +91,9 @@ class LogOptions(Options, owner="delivered_log source"):
         example="orders",
     )
     storage: Mapping[str, str] = prefixed("storage.")
+
+    def check(self, owner: str) -> None:
+        check_storage(owner, self.path, self.storage)
 
     @property
     def name(self) -> str:

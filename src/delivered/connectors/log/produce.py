@@ -32,7 +32,7 @@ from delivered.kits.table.store import storage_options, sync, sync_checkpoint
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import record_hashes
 from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
-from delivered.model.options import check_argument
+from delivered.model.options import check_argument, check_storage
 from delivered.model.work import LOG_FORMAT, LOG_PROPERTY, Failed, Ok, Outcome, Unknown
 from delivered.receiver import Window
 from delivered.source import HEADER, HEADERS, id_bytes, id_text
@@ -263,6 +263,7 @@ def _stored(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def open_or_create(path: str, options: Mapping[str, str]) -> Any:
+    check_storage("delivered_log", path, options)
     deltalake = layout.delta()
     given = storage_options(path, options)
     if not deltalake.DeltaTable.is_deltatable(path, given):
