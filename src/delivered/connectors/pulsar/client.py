@@ -354,8 +354,15 @@ class Admin:
         return None if found is None else found[1]
 
     def lacks_snapshot(self, physical: str) -> bool | None:
-        """Whether the topic has never held a transaction; None: it does not exist, or its brokers have none."""
+        """Whether the topic has never held a transaction; None: it does not exist, or its brokers have none.
+
+        Brokers know it of topics that they have loaded: a new partition is loaded by its first use.
+        """
         found = self._transactions(physical)
+        if found is None:
+            with suppress(Missing):
+                self._read(self._path(physical) + "/internalStats", _stored)
+            found = self._transactions(physical)
         return None if found is None else found[0] == _NO_SNAPSHOT
 
     def _transactions(self, physical: str) -> tuple[str, Position] | None:
