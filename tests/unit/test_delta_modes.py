@@ -122,6 +122,16 @@ def test_upsert_finds_the_keys_in_files_of_other_writers(tmp_path: Path, kind: p
     assert pa.table(DeltaTable(str(tmp_path / "t")).to_pyarrow_table())["v"].to_pylist() == [1]
 
 
+def test_upsert_by_a_column_that_partitions_the_table(tmp_path: Path) -> None:
+    """Its values are in no file."""
+    sink = sink_at(tmp_path, mode="upsert", keyColumns="part", partitionBy="part")
+    first = items((1, 1, "a"), (2, 1, "b"))
+    mine = claimed(sink, first)
+    assert mine.decide(decision(0, staged(sink, first))) == Ok(None)
+    assert mine.decide(decision(1, staged(sink, items((3, 1, "b"), (4, 1, "c")), 1))) == Ok(None)
+    assert found(tmp_path) == [(1, 1, "a"), (3, 1, "b"), (4, 1, "c")]
+
+
 @pytest.fixture
 def in_commit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`in_commit(do)`: call `do` right before the next decision's commit is written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.support.tables import SCOPE, UPSERT, claimed, days, decision, items
 from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.store import IcebergCommitter
 from delivered.model.capability import Guarantee
-from delivered.model.errors import UsageError
+from delivered.model.errors import BadRecord, UsageError
 from delivered.model.work import Failed, Ok, Unknown
 
 parse = IcebergOptions.parse
@@ -76,6 +77,21 @@ def test_overwrite_by_a_transform(tmp_path: Path) -> None:
     assert mine.decide(decision(0, prepared)) == Ok(None)
     assert mine.decide(decision(1, staged_in(sink, days(("2c", None, 1)), 1))) == Ok(None)
     assert found(tmp_path, "day") == [("1a",), ("2c",)]
+
+
+def test_overwrite_in_a_table_that_others_partition_by_a_double(tmp_path: Path) -> None:
+    """The client commits NaN as a partition, but never again removes its files."""
+    rows = pa.table({"key": [0.1, -math.inf, None], "v": [1, 1, 1]})
+    sink_at(tmp_path).ready_target(rows.schema)
+    with theirs(tmp_path).update_spec() as update:
+        update.add_identity("key")
+    sink = sink_at(tmp_path, mode="overwrite", partitionBy="key")
+    mine = claimed(sink, rows)
+    for batch in range(2):
+        assert mine.decide(decision(batch, staged_in(sink, rows, batch))) == Ok(None)
+    assert found(tmp_path, "v") == [(1,), (1,), (1,)]
+    with pytest.raises(BadRecord, match="column 'key': NaN as a partition"):
+        staged_in(sink, pa.table({"key": [math.nan], "v": [1]}), 2)
 
 
 def test_a_mode_that_cannot_be_had_is_refused_before_the_start(tmp_path: Path) -> None:

@@ -389,8 +389,8 @@ class _File:
         with self.store.fs.open_input_file(self.data["path"]) as source:
             reader = pq.ParquetFile(source, pre_buffer=False)
             there = [n for n in columns.names if n not in partition and n in reader.schema_arrow.names]
-            if not there:  # without any of them, only the number of rows is known
-                yield filled(pa.RecordBatch.from_pylist([{}] * reader.metadata.num_rows), columns, partition)
+            if not there:  # all are in the log; a batch without columns would have no rows
+                yield filled(pa.record_batch([pa.nulls(reader.metadata.num_rows)], [""]), columns, partition)
                 return
             for batch in reader.iter_batches(BATCH_ROWS, columns=there, use_threads=False):
                 yield filled(batch, columns, partition)

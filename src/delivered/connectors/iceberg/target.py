@@ -171,6 +171,9 @@ def unstorable_parts(parts: Sequence[Part], batch: pa.RecordBatch) -> pa.Array |
             found = unstorable(RANGES["iceberg partition"], batch.select([at]))
         elif part.transform.startswith(_TRUNCATE) and pa.types.is_decimal128(kind):
             found = _truncated(batch.column(at), part)
+        elif pa.types.is_floating(kind):
+            why = f"column {part.column!r}: NaN as a partition, which the client cannot replace or delete"
+            found = because(None, pc.is_nan(batch.column(at)), why)
         reasons = first_of(reasons, found)
     return reasons
 
