@@ -307,7 +307,7 @@ def test_p26_memory_does_not_grow_with_the_batch(rig: Rig, guarantee: Guarantee)
 
 def test_a_sink_travels_without_secrets_or_connections(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SINK_PASSWORD", "hunter2")
-    rig.options["kafka.sasl.password"] = "env:SINK_PASSWORD"
+    rig.options |= {"kafka.security.protocol": "SASL_SSL", "kafka.sasl.password": "env:SINK_PASSWORD"}
     sink = rig.sink
     sent = pickle.dumps(sink)
     assert b"hunter2" not in sent and "hunter2" not in repr(sink)

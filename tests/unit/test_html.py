@@ -17,6 +17,7 @@ from delivered.operate.status import Driver, Problem, SinkStatus, Status
 from delivered.planner import Plan, Refusal
 
 SECRET = "hunter2"
+LOGIN = {"kafka.security.protocol": "SASL_SSL", "kafka.sasl.password": SECRET}
 EVIL = "<script>alert(1)</script>"
 
 
@@ -25,7 +26,7 @@ def pipeline(guarantee: str = "exactly_once", source: str = "log") -> delivered.
         name="orders", guarantee=guarantee, checkpoint="/nowhere/checkpoint",
         source=delivered.endpoint(source, **({"path": "/nowhere/in"} if source == "log" else {})),
         transform=f"SELECT key, value FROM source WHERE value > '{EVIL}'",
-        sinks=[delivered.kafka("localhost:9092", topic="clean", **{"kafka.sasl.password": SECRET})],
+        sinks=[delivered.kafka("localhost:9092", topic="clean", **LOGIN)],
         dedup=delivered.dedup("key", within="1 hour", late="drop"),
     )  # fmt: skip
 

@@ -88,12 +88,38 @@ def test_a_reference_is_checked_where_it_is_resolved(monkeypatch: pytest.MonkeyP
 
 
 def test_settings_that_the_protocol_leaves_unused_are_refused() -> None:
-    for login in ({"sasl_mechanism": "GSSAPI"}, {"sasl_mechanism": "PLAIN", "security_protocol": "SSL"}):
+    secret = {"sasl_username": "me", "sasl_password": "env:P"}
+    logins = (
+        {"sasl_mechanism": "GSSAPI"}, {"sasl_mechanism": "PLAIN", "security_protocol": "SSL"}, secret,
+        {**secret, "security_protocol": "SSL"}, {"sasl_kerberos_keytab": "/k"},
+    )  # fmt: skip
+    for login in logins:
         with pytest.raises(UsageError, match="nothing would log in"):
             client(**login)
     for plain in ("PLAINTEXT", "SASL_PLAINTEXT"):
         with pytest.raises(UsageError, match="nothing would be encrypted"):
             client(ssl_ca_location="/ca.pem", security_protocol=plain)
+        client(enable_ssl_certificate_verification="false", ssl_endpoint_identification_algorithm="")
+    for tls in ("ssl_endpoint_identification_algorithm", "ssl_truststore_password", "ssl_cipher_suites"):
+        with pytest.raises(UsageError, match="nothing would be encrypted"):
+            client(**{tls: "https"})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"kafka.sasl.mechanism": "PLAIN"}, {"kafka.sasl.mechanisms": "SCRAM-SHA-256"}),
+        ({"kafka.ssl.ca.location": "/a"}, {"kafka.ssl.truststore.location": "/b", "kafka.ssl.truststore.type": "PEM"}),
+        ({"kafka.acks": "all"}, {"kafka.request.required.acks": "1"}),
+        ({"kafka.max.request.size": "1000"}, {"kafka.message.max.bytes": "1001"}),
+        ({"kafka.compression.type": "gzip"}, {"compression": "lz4"}),
+    ],
+)
+def test_a_setting_with_two_names_has_one_value(first: dict[str, str], second: dict[str, str]) -> None:
+    given = {**SERVERS, "topic": "t", "kafka.security.protocol": "SASL_SSL"}
+    CONNECTOR.sink({**given, **first}), CONNECTOR.sink({**given, **second})
+    with pytest.raises(UsageError, match="are the same option"):
+        CONNECTOR.sink({**given, **first, **second})
 
 
 def test_trusted_certificates_alone_mean_tls_for_every_client() -> None:

@@ -320,9 +320,9 @@ def test_replaced_files_are_used_and_half_written_ones_are_not(
 
 
 def test_versions_of_tls() -> None:
-    check_client("owner", {**SERVERS, "kafka.ssl.enabled.protocols": "TLSv1.3, tlsv1.2"}, {})
+    check_client("owner", {**SASL, "kafka.ssl.enabled.protocols": "TLSv1.3, tlsv1.2"}, {})
     for old in ("TLSv1", "TLSv1.1", "SSLv3", "", "TLSv1.2,TLSv1.1", "1.3"):
         with pytest.raises(UsageError, match=r"ssl\.enabled\.protocols"):
-            check_client("owner", {**SERVERS, "kafka.ssl.enabled.protocols": old}, {})
+            check_client("owner", {**SASL, "kafka.ssl.enabled.protocols": old}, {})
     context = build_context({"ssl.enabled.protocols": "TLSv1.3"})
     assert (context.minimum_version, context.maximum_version) == (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_3)

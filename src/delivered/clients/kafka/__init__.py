@@ -312,6 +312,9 @@ _RENAMED = {
     "ssl.keystore.key": "ssl.key.pem",
     "sasl.oauthbearer.client.credentials.client.id": "sasl.oauthbearer.client.id",
     "sasl.oauthbearer.client.credentials.client.secret": "sasl.oauthbearer.client.secret",
+    "sasl.mechanisms": "sasl.mechanism",
+    "request.required.acks": "acks",
+    "compression.codec": "compression.type",
     "max.request.size": "message.max.bytes",
     "delivery.timeout.ms": "message.timeout.ms",
     "metadata.max.age.ms": "topic.metadata.refresh.interval.ms",
@@ -364,7 +367,6 @@ _TLS_FILES = (
     *("ssl.truststore.location", "ssl.truststore.certificates", "ssl.keystore.certificate.chain", "ssl.keystore.key"),
     *("ssl.ca.pem", "ssl.certificate.pem", "ssl.key.pem", "ssl.crl.location"),
 )
-_SASL_LOGIN = ("sasl.mechanism", "sasl.mechanisms", "sasl.jaas.config")
 
 
 def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, str]) -> None:
@@ -388,8 +390,8 @@ def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, s
     login = given.get(JAAS, "env:")
     if not login.startswith(REFERENCES):
         jaas_settings(login, mechanism_of(words, ""))
+    check_names(owner, client_options(values, owner))
     _check_protocol(owner, words)
-    check_names(owner, client_options(values))
 
 
 def _words(owner: str, given: Mapping[str, str]) -> dict[str, str]:
@@ -407,18 +409,18 @@ def _check_protocol(owner: str, given: Mapping[str, str]) -> None:
     protocol = given.get("security.protocol", "")
     if protocol.startswith(REFERENCES):
         return
-    login = next((n for n in _SASL_LOGIN if n in given), None)
+    shown = f"is {protocol}" if protocol else "is not set, which means PLAINTEXT"
+    login = next((n for n in given if n.startswith("sasl.")), None)
     if login is not None and not protocol.startswith("SASL_"):
-        shown = f"is {protocol}" if protocol else "is not set, which means PLAINTEXT"
         raise UsageError("OPTION_CONFLICT.KAFKA_LOGIN_UNUSED", owner=owner, login=login, value=shown)
-    files = next((n for n in _TLS_FILES if n in given), None)
-    if files is not None and protocol.endswith("PLAINTEXT"):
+    asked = [n for n, v in given.items() if n.startswith(("ssl.", "enable.ssl.")) and v not in ("none", "false")]
+    if asked and protocol_of({**dict.fromkeys(given, ""), "security.protocol": protocol}).endswith("PLAINTEXT"):
         raise UsageError(
             "OPTION_CONFLICT.KAFKA_TLS_UNUSED",
             owner=owner,
-            files=files,
-            protocol=protocol,
-            tls_protocol=protocol.replace("PLAINTEXT", "SSL"),
+            files=asked[0],
+            protocol=shown,
+            tls_protocol=(protocol or "PLAINTEXT").replace("PLAINTEXT", "SSL"),
         )
 
 
@@ -431,25 +433,33 @@ def _check_store(owner: str, given: Mapping[str, str], store: str, way_out: str)
         )
 
 
-def client_options(values: Mapping[str, str]) -> dict[str, str]:
+def client_options(values: Mapping[str, str], owner: str = "Kafka") -> dict[str, str]:
     """librdkafka's settings, without the prefix; secrets are not resolved yet.
 
     Args:
         values: options that passed `check_client`.
+
+    Raises:
+        UsageError: two names of one setting have different values.
     """
     given = _words("", {k.removeprefix(PREFIX): v for k, v in values.items() if k.startswith(PREFIX)})
     settings: dict[str, str] = {}
+    written: dict[str, str] = {}
     for name, value in given.items():
-        if name == "ssl.truststore.location" and given.get("ssl.truststore.type") == "PEM":
-            settings["ssl.ca.location"] = value
-        elif name == "ssl.keystore.location" and given.get("ssl.keystore.type") == "PEM":
-            settings["ssl.certificate.location"] = settings["ssl.key.location"] = value
-        elif name in ("ssl.truststore.type", "ssl.keystore.type"):
+        found: tuple[str, ...] = (_RENAMED.get(name, name),)
+        if name in ("ssl.truststore.type", "ssl.keystore.type"):
             continue
+        if name == "ssl.truststore.location" and given.get("ssl.truststore.type") == "PEM":
+            found = ("ssl.ca.location",)
+        elif name == "ssl.keystore.location" and given.get("ssl.keystore.type") == "PEM":
+            found = ("ssl.certificate.location", "ssl.key.location")
         elif name == "buffer.memory":
-            settings["queue.buffering.max.kbytes"] = str(max(1, _bytes(value) // 1024))
-        else:
-            settings[_RENAMED.get(name, name)] = value
+            found, value = ("queue.buffering.max.kbytes",), str(max(1, _bytes(value) // 1024))
+        for setting in found:
+            if settings.setdefault(setting, value) != value:
+                first, second = PREFIX + written[setting], PREFIX + name
+                raise UsageError("OPTION_CONFLICT.SAME", owner=owner, first=first, second=second, name=second)
+            written[setting] = name
     return settings
 
 
@@ -484,7 +494,7 @@ def resolved(client: Mapping[str, str]) -> dict[str, str]:
 def protocol_of(client: Mapping[str, str]) -> str:
     """The security protocol of a client's settings. Certificates without a protocol mean TLS."""
     tls = any(name in client for name in _TLS_FILES)
-    return client.get("security.protocol", "SSL" if tls else "PLAINTEXT")
+    return client.get("security.protocol") or ("SSL" if tls else "PLAINTEXT")
 
 
 def in_clear(client: Mapping[str, str]) -> tuple[str, ...]:

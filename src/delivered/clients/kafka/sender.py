@@ -273,7 +273,7 @@ class Encoder:
         self.bytes_max = int(config.get("message.max.bytes", "1048588"))
         self._stripe = int.from_bytes(np.random.bytes(2), "big")
         self._settings: dict[str, Any] = {
-            "compression": config.get("compression.type", config.get("compression.codec", "none")),
+            "compression": config.get("compression.type", "none"),
             "bytes_max": self.bytes_max,
             "producer_id": -1 if held is None else held.producer_id,
             "producer_epoch": -1 if held is None else held.epoch,

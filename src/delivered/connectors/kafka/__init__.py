@@ -633,6 +633,14 @@ class SinkOptions(Options, owner=SINK_OWNER, ignored=("path",), more=(FormatOpti
     def check(self, owner: str) -> None:
         if self.topic is not None and is_internal(self.topic, self.ledger_topic):
             raise UsageError("TOPIC_INTERNAL.OPTION", owner=owner, topic=self.topic)
+        if self.compression not in (None, self.client.get("compression.type", self.compression)):
+            raise UsageError(
+                "OPTION_CONFLICT.SAME",
+                owner=owner,
+                first="compression",
+                second="kafka.compression.type",
+                name="compression",
+            )
 
     @property
     def in_clear(self) -> tuple[str, ...]:
@@ -686,7 +694,6 @@ SINK_SETTINGS = _SETTINGS | {
     "message.max.bytes",
     "message.timeout.ms",
     "compression.type",
-    "compression.codec",
     "linger.ms",
 }
 SOURCE_SETTINGS = _SETTINGS | {
