@@ -68,6 +68,10 @@ URLS = [
 NO_HOST = ["{s}://:1{p}", "{s}://{p}"]
 
 
+REST = ["{s}://host:1{p}?sslEnabled=true", "{s}://host:1{p}#?ssl=true"]
+"""Parts of a URL that no broker's client reads."""
+
+
 def urls(scheme: str, path: str, *more: str) -> list[str]:
     return [url.format(s=scheme, p=path) for url in (*URLS, *more)]
 
@@ -81,12 +85,12 @@ PLACES = [
      {"endpoints": "a:1", "topic": "t", "ledger": "/l", "messageType": "transaction"},
      [";;;", "a:1;b:999999", "[:::]:1"]),
     ("pulsar", "source", "url", {"topics": "t", "adminUrl": "http://a"},
-     [*urls("pulsar", "", *NO_HOST), "pulsar://a:1,b:999999", "pulsar://,,"]),
+     [*urls("pulsar", "", *NO_HOST, *REST, "{s}://host:1/a"), "pulsar://a:1,b:999999", "pulsar://,,"]),
     ("pulsar", "sink", "adminUrl", {"topic": "t", "url": "pulsar://a", "ledger": "/l"},
-     urls("http", "", *NO_HOST)),
-    ("activemq", "sink", "url", {"queue": "q", "ledger": "/l"}, urls("stomp", "", *NO_HOST)),
-    ("rabbitmq", "sink", "url", {"exchange": "e", "ledger": "/l"}, urls("amqps", "/v", *NO_HOST)),
-    ("rabbitmq_stream", "source", "url", {"streams": "s"}, urls("amqp", "", *NO_HOST)),
+     urls("http", "", *NO_HOST, *REST)),
+    ("activemq", "sink", "url", {"queue": "q", "ledger": "/l"}, urls("stomp", "", *NO_HOST, *REST, "{s}://host:1/a")),
+    ("rabbitmq", "sink", "url", {"exchange": "e", "ledger": "/l"}, urls("amqps", "/v", *NO_HOST, *REST, "{s}://h/a/b")),
+    ("rabbitmq_stream", "source", "url", {"streams": "s"}, urls("amqp", "", *NO_HOST, *REST)),
     ("postgres", "sink", "url", {"dbtable": "t"},
      [*urls("postgresql", "/d"), "postgresql://a:1,b:999999/d", "postgresql://a/d?port=999999"]),
     ("mysql", "sink", "url", {"dbtable": "t"}, urls("mysql", "/d")),
@@ -117,6 +121,8 @@ def test_every_connector_refuses_what_nothing_can_listen_at(
         ("postgres", "postgresql://me@/shop", {"dbtable": "t"}),
         ("mysql", "mysql:///shop", {"dbtable": "t"}),
         ("rabbitmq", "amqp://me@[::1]:5672/v", {"exchange": "e", "ledger": "/l"}),
+        ("rabbitmq", "amqp://h/a%2Fb?frame_max=4096", {"exchange": "e", "ledger": "/l"}),
+        ("activemq", "stomp://h/", {"queue": "q", "ledger": "/l"}),
         ("pulsar", "pulsar://a:6650,b:6651,[::1]", {"topic": "t", "adminUrl": "http://[::1]:80", "ledger": "/l"}),
     ],
 )

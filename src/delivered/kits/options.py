@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-from urllib.parse import parse_qs, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, parse_qsl, unquote, urlsplit
 
 from delivered.model.capability import APPEND, OnConflict, WriteMode
 from delivered.model.errors import UsageError
@@ -282,11 +282,33 @@ def not_blank(text: str) -> str:
     return text
 
 
-def broker_url(schemes: Sequence[str], example: str, known_password: str | None = None) -> OptionType[str]:
+def refuse_rest(parts: SplitResult, parameters: Collection[str] = (), names_max: int = 0) -> None:
+    """Refuse what nobody would read of a server's URL, such as a parameter that is to turn TLS on. Raises Unfit.
+
+    Args:
+        parameters: those that have an effect.
+        names_max: names in the path, between slashes.
+    """
+    unknown = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True) if name not in parameters]
+    rest = [f"?{unknown[0]}"] if unknown else [f"#{parts.fragment}"] if parts.fragment else []
+    if not rest and parts.path.strip("/").count("/") + bool(parts.path.strip("/")) > names_max:
+        rest = [parts.path]
+    if rest:
+        raise Unfit.build("OPTION_VALUE.URL_REST", rest=rest[0])
+
+
+def broker_url(
+    schemes: Sequence[str],
+    example: str,
+    known_password: str | None = None,
+    parameters: Collection[str] = (),
+    names_max: int = 0,
+) -> OptionType[str]:
     """URL of a message broker: one of these schemes, a host, no password.
 
     Args:
         known_password: a well-known one that is not secret.
+        parameters, names_max: see `refuse_rest`.
     """
 
     def read(url: str) -> str:
@@ -299,6 +321,7 @@ def broker_url(schemes: Sequence[str], example: str, known_password: str | None 
             raise Unfit.build("OPTION_VALUE.URL_FORM", url=url.rpartition("@")[2], example=example)
         if parts.password not in (None, known_password):
             raise password_in_url("env:BROKER_PASSWORD")
+        refuse_rest(parts, parameters, names_max)
         return f"{parts.scheme}://{url.partition('://')[2]}"  # in lower case: some decide about TLS by its start
 
     return OptionType(read)

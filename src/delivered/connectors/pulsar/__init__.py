@@ -23,6 +23,7 @@ from delivered.kits.options import (
     message_id_columns,
     not_blank,
     queue_sink_name,
+    refuse_rest,
     rows_max_option,
 )
 from delivered.model.errors import InvariantBroken, UsageError
@@ -318,6 +319,7 @@ def _url(schemes: Sequence[str], example: str, several: bool) -> OptionType[str]
         if not usable:
             raise Unfit.build("OPTION_VALUE.PULSAR_URL", url=url.rpartition("@")[2], example=example)
         check_netloc(parts.netloc, several)
+        refuse_rest(parts, names_max=0 if several else 99)
         return (
             f"{parts.scheme}://{url.partition('://')[2].rstrip('/')}"  # in lower case, as its start decides about TLS
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import ClassVar
-from urllib.parse import parse_qs, urlsplit
 
 from delivered.contract.connector import Connector, Factory
 from delivered.kits.options import (
@@ -22,7 +21,6 @@ from delivered.kits.options import (
     queue_sink_name,
     rows_max_option,
 )
-from delivered.model.errors import UsageError
 from delivered.model.options import OptionType, Unfit, integer, option
 from delivered.receiver import ReceiveOptions
 
@@ -32,6 +30,8 @@ PREFETCH = 20_000
 PREFETCH_MAX = 65_535
 """AMQP's field has 16 bits."""
 EXAMPLE = "amqp://user@host:5672/vhost"
+PARAMETERS = ("channel_max", "client_properties", "frame_max", "locale", "tcp_options")
+"""Those of pika that have an effect; ssl_options could turn verification off."""
 
 
 class Place(BrokerOptions, TlsOptions):
@@ -41,14 +41,12 @@ class Place(BrokerOptions, TlsOptions):
         "url",
         f"{EXAMPLE}, or amqps://, without a password.",
         # RabbitMQ's default password only works from localhost.
-        broker_url(tuple(PORTS), EXAMPLE, known_password="guest"),  # noqa: S106
+        broker_url(tuple(PORTS), EXAMPLE, "guest", PARAMETERS, names_max=1),
         example=EXAMPLE,
     )
 
     def check(self, owner: str) -> None:
         self.check_tls(owner, self.tls, "amqps://host:5671")
-        if "ssl_options" in parse_qs(urlsplit(self.url).query):
-            raise UsageError("OPTION_CONFLICT.RABBITMQ_TLS", owner=owner)
 
     @property
     def tls(self) -> bool:

@@ -25,7 +25,7 @@ from functools import cache, partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from delivered.connectors.rabbitmq import Place
+from delivered.connectors.rabbitmq import EXAMPLE, Place
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.options import resolve_secret
@@ -56,7 +56,11 @@ def parameters(options: Place) -> Any:
     client = pika()
     # The client accepts no user without a password in a url, so it gets the url without either.
     parts = urlsplit(options.url)
-    settings = client.URLParameters(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
+    try:
+        settings = client.URLParameters(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
+    except (ValueError, TypeError, SyntaxError) as error:  # of a parameter's value
+        why = f"has a parameter that pika does not read: {error}"
+        raise UsageError("OPTION_VALUE.URL", name="The url of RabbitMQ", error=why, example=EXAMPLE) from None
     password = unquote(parts.password or "")
     if options.password is not None:
         password = resolve_secret("password", options.password)
