@@ -208,7 +208,17 @@ def continued_ahead(case: Case) -> None:
     deliver(case.pipeline)
 
 
-CASES |= {f.__name__: f for f in (continued, continued_ahead)}
+def continued_restored(case: Case) -> None:
+    """A row that the sealed batches had lost is there now, twice; and a copy of one that they had not."""
+    clean(case)
+    case.sql("CREATE TABLE kept AS SELECT * FROM rows WHERE id = 8", "DELETE FROM rows WHERE id = 8")
+    assert case.pipeline.audit().verdict is Verdict.BROKEN
+    case.add(ROWS, ROWS)
+    deliver(case.pipeline)
+    case.sql(*["INSERT INTO rows SELECT * FROM kept"] * 2, "INSERT INTO rows SELECT * FROM rows WHERE id = 9")
+
+
+CASES |= {f.__name__: f for f in (continued, continued_ahead, continued_restored)}
 
 
 @pytest.mark.matrix
@@ -241,6 +251,8 @@ def test_both_ways_report_the_same(spark: SparkSession, tmp_path: Path, name: st
             case "ahead":
                 assert here.counts.in_progress
                 assert here.counts.duplicated
+            case "continued_restored":
+                assert (here.counts.earlier, here.counts.duplicated, here.counts.unexpected) == (1, 2, 0)
             case "continued":
                 assert here.counts.sent == ROWS
                 assert (here.counts.duplicated, here.counts.lost) == (1, 1)

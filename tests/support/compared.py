@@ -48,13 +48,16 @@ class RecordComparison(Comparison):
         self._old: list[_Row] = []
 
     def read(self, slices: Sequence[Slice], expected: int, again: int = 0) -> tuple[int, int]:
-        (source,) = self._request.sources.values()
-        names = self._written(pa.RecordBatch.from_pylist([], source.schema())).schema.names
+        names = self._names()
         for number, piece in enumerate(slices):
             for batch in self._scan.read(piece):
                 rows = self._rows(batch.select(names))
                 (self._old if number < again else self._stored).extend(rows)
         return len(self._stored) + len(self._old), 0
+
+    def _names(self) -> list[str]:
+        (source,) = self._request.sources.values()
+        return list(self._written(pa.RecordBatch.from_pylist([], source.schema())).schema.names)
 
     def compare(self, ranges: Ranges) -> Findings:
         undecided = ranges.read.undecided
@@ -67,7 +70,15 @@ class RecordComparison(Comparison):
             if copies[row.id, row.value]:
                 copies[row.id, row.value] -= 1
                 may.append(row)
-        return Findings(_result(must, may, [*self._stored, *old], self._sent(ranges.before)))
+        before = self._sent(ranges.before)
+        if ranges.sealed:
+            names = self._names()
+            known = (r for s in ranges.sealed for b in self._scan.read(s) for r in self._rows(b.select(names)))
+            copies = Counter((r.id, r.value) for r in known)
+            for row in before:
+                copies[row.id, row.value] -= 1
+                may += [row] if copies[row.id, row.value] < 0 and row.id not in wanted else []
+        return Findings(_result(must, may, [*self._stored, *old], before))
 
     def _sent(self, ranges: Sequence[tuple[Positions, Positions]]) -> list[_Row]:
         (source,) = self._request.sources.values()

@@ -9,18 +9,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from tests.support.orders import COPY, DELETE, FOREIGN, ROWS, Keys, Orders, clean, half, states
 from tests.support.sweeps import sweep
 from tests.support.without_spark import deliver
 
+import delivered
 from delivered.audit import sealing
 from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.report import AuditReport
 from delivered.audit.seal import Seal, read_sealed
+from delivered.connectors.log import append
 from delivered.connectors.sqlite.read import SqliteScan
 from delivered.model import step
 from delivered.model.capability import Guarantee
+from delivered.operate.dead_letters import dead_letters, drop, retry
 from delivered.pipeline import registry
 
 
@@ -95,6 +99,48 @@ def test_a_late_copy_of_a_sealed_record_is_a_duplicate_and_a_foreign_one_is_not(
     assert report.counts == Counts(ROWS, ROWS + 2, duplicated=1, unexpected=1), report
     assert report.verdict is Verdict.BROKEN
     assert states(orders)[-1] == (2, 2, Verdict.BROKEN, True)
+
+
+def test_a_lost_row_that_was_restored_is_no_duplicate_and_a_second_copy_is(orders: Orders) -> None:
+    orders.run()
+    orders.sql("CREATE TABLE kept AS SELECT * FROM orders WHERE value = CAST('5' AS BLOB)", DELETE.format(5))
+    assert orders.audit().counts.lost == 1
+    orders.run()
+    orders.sql("INSERT INTO orders SELECT * FROM kept")
+    restored = orders.audit()
+    assert (restored.verdict, restored.counts) == (Verdict.HELD, Counts(ROWS, ROWS + 1, earlier=1)), restored
+    assert "of batches that were sealed before: 1" in str(restored)
+    assert orders.seals()[-1].total.counts == Counts(2 * ROWS, 2 * ROWS, lost=1, earlier=1)
+    orders.sql("INSERT INTO orders SELECT * FROM kept", COPY.format(7))
+    assert orders.audit().counts == Counts(0, 2, duplicated=2)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["dropped", "retried"])
+def test_rows_of_dead_letters_are_neither_lost_nor_copies(tmp_path: Path, again: bool) -> None:
+    """Their cause was fixed: the sink accepts them now."""
+    orders = Orders(tmp_path, guarantee="at_most_once")
+    orders.sql(
+        "CREATE TABLE orders (key BLOB, value BLOB)",
+        "CREATE INDEX refusing ON orders (json_extract(CAST(value AS TEXT), '$.n'))",
+    )
+    pipeline = orders.pipeline(
+        transform=delivered.arrow(select=["key", "value"]),
+        on_bad_row="dead_letter",
+        dead_letter=delivered.files(str(tmp_path / "letters"), fileFormat="parquet"),
+    )
+    append(str(tmp_path / "log"), pa.table({"key": [b"k"] * 3, "value": [b"{}", b"not", b'{"n": 1}']}))
+    assert deliver(pipeline) == 1
+    assert (pipeline.audit().verdict, len(dead_letters(pipeline))) == (Verdict.HELD, 1)
+    orders.sql("DROP INDEX refusing")
+    (retry if again else drop)(pipeline)
+    report = pipeline.audit()
+    assert (report.verdict, report.counts) == (Verdict.HELD, Counts(0, int(again), earlier=int(again))), report.unknowns
+    full = pipeline.audit(full=True)
+    if again:
+        assert (full.verdict, full.counts) == (Verdict.HELD, replace(clean(3), reordered=1))
+    else:
+        assert (full.verdict, full.counts.lost) == (Verdict.UNKNOWN, 1)
+        assert "the lost records may be dead letters" in full.unknowns[0]
 
 
 @pytest.mark.matrix

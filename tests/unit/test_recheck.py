@@ -74,6 +74,18 @@ def outcomes(found: list[Rechecked]) -> list[tuple[Again, tuple[int, int]]]:
     return [(f.outcome, f.batches) for f in found]
 
 
+def test_a_row_that_came_after_its_seal_was_sealed_later(tmp_path: Path) -> None:
+    orders = Orders(tmp_path)
+    orders.run()
+    orders.sql("CREATE TABLE kept AS SELECT * FROM orders WHERE value = CAST('5' AS BLOB)", DELETE.format(5))
+    orders.audit()
+    orders.run()
+    orders.sql("INSERT INTO orders SELECT * FROM kept")
+    orders.audit()
+    assert outcomes(again(orders)) == [(Again.VERIFIED, (0, 0)), (Again.VERIFIED, (1, 1))]
+    assert outcomes(again(orders, 1)) == [(Again.VERIFIED, (1, 1))]
+
+
 def test_what_is_still_there_is_verified_again(orders: Orders) -> None:
     before = orders.seals()
     assert outcomes(again(orders)) == [(Again.VERIFIED, (0, 2))]

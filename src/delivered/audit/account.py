@@ -35,8 +35,10 @@ from delivered.audit.continuation import (
 from delivered.audit.evidence import DedupCounts, LedgerAccount
 from delivered.audit.judge import (
     Result,
+    account_for_dead_letters,
     account_for_dedup,
     account_for_earlier,
+    account_for_late,
     account_for_skipped,
     account_for_upserts,
     contradictions,
@@ -97,6 +99,8 @@ class Ranges:
         ends: (batch, its end) as far as the ledger keeps them, oldest first.
         again: source ranges before those, sealed, whose rows may be among the slices that were read again.
         before: sealed source ranges: unexpected rows of the sink that are theirs are duplicates.
+        sealed: slices of the sink that earlier audits read. Rows of `before` that are not there may be unexpected rows
+            of now, and are in progress then; none: all of them are there.
         optional: source ranges before `must`, whose rows may be in the sink and need not be.
     """
 
@@ -105,6 +109,7 @@ class Ranges:
     ends: Sequence[tuple[int, Positions]]
     again: Sequence[tuple[Positions, Positions]] = ()
     before: Sequence[tuple[Positions, Positions]] = ()
+    sealed: Sequence[Slice] = ()
     optional: Sequence[tuple[Positions, Positions]] = ()
 
 
@@ -276,11 +281,18 @@ def _compare(
             current, _ = find_earlier(clip(every, at, parsed(expired.end), account_at), request.transform_version)
             optional = [(parsed(expired.start), parsed(expired.end))]
             findings = comparison.compare(replace(ranges, must=join_adjacent(current), optional=optional))
+        late = 0
         # Where sealed rows were moved or replaced, a second copy may be the only one.
         if base is not None and findings.result.counts.unexpected and not start.changes.altered:
             say("looking for the unexpected records in sealed batches")
             known = _readable_before(base, sealed, ends, comparison.sources)
-            findings = comparison.compare(replace(ranges, before=join_adjacent(known))) if known else findings
+            ranges = replace(ranges, before=join_adjacent(known))
+            first, findings = findings.result.counts, comparison.compare(ranges) if known else findings
+            if findings.result.counts.duplicated > first.duplicated and _may_lack(request, start, base):
+                say("looking for their first copies in the sealed part of the sink")
+                until_seal = base.sink_read or base.sink_end
+                findings = comparison.compare(replace(ranges, sealed=scan.slices(None, until_seal)))
+                late = findings.result.counts.in_progress - first.in_progress
     if findings.excluded:
         unsure = unsure or (
             f"{request.own!r} is not true for {findings.excluded:,} records that this pipeline sent: it does not "
@@ -293,6 +305,8 @@ def _compare(
     if earlier is not None:
         report = replace(report, given_up=report.given_up - earlier.given_up.count)
         report = account_for_earlier(report, earlier, request.sink.capability().adds_columns)
+    if late:
+        report = account_for_late(report, late, expired=bool(start.changes.expired or scan.expired()))
     report = replace(report, unknowns=(*report.unknowns, *contradictions(report)))
     if expired is not None:
         report = _account_for_expired(report, expired, read)
@@ -306,6 +320,7 @@ def _compare(
         report = replace(report, keys=KeyCheck.of_counts(request.keys, report.counts, findings.selected))
     if mode.conditional:
         report = account_for_skipped(report, mode, ledger)
+    report = account_for_dead_letters(report, ledger.dead_letters)
     known_versions = bool(request.transform_version) and all(r.transform for r in current)
     report = judge(report, versions_known=known_versions)
     begins = skipped[-1].end if skipped else begins
@@ -470,6 +485,13 @@ def _readable_before(
     until_base = [(batch, end) for batch, end in ends if batch <= base.last]
     last, end = first_readable((-1, sources.first), until_base, sources.is_readable)
     return clip(until(sealed, base.last, parsed(base.end)), last, end, Account())
+
+
+def _may_lack(request: AuditRequest, start: Start, base: Seal) -> bool:
+    """Whether sealed batches may have rows that were not in the sink: a copy may be the first one."""
+    if start.behind or base.sink_end is None:  # what lies behind the position is accounted for otherwise
+        return False
+    return bool(base.unproved_until) or request.rejects or request.guarantee.may_lose
 
 
 def _why_incomparable(

@@ -359,12 +359,14 @@ def audited(
         raise ValueError("no batch is visible")
     base = chain.own(scope)
     account = Account(visible.total, visible.given_up)
-    found = report.counts
-    counts = replace(found, delivered=found.delivered - found.in_progress - found.earlier, in_progress=0, earlier=0)
+    found, late = report.counts, report.late
+    others_found = found.earlier - late
+    delivered = found.delivered - found.in_progress - others_found
+    counts = replace(found, delivered=delivered, in_progress=0, earlier=late)
     result = compared.result
     unmatched = next((p for p in result.partitions if p.partition == NOBODY), None)
     others = sum((u.handed.total for u in behind if not u.expired), Fingerprint())
-    if unmatched is not None and behind and unmatched.counts.unexpected == found.earlier:
+    if unmatched is not None and behind and unmatched.counts.unexpected == others_found:
         others = unmatched.delivered_fingerprint  # as it is now: the table may have got columns since
     sums = Sums(counts, result.sent, account - compared.before, result.delivered - others)
     seal = Seal(

@@ -60,7 +60,8 @@ class Counts:
         delivered: everything that the sink holds.
         in_progress: delivered before the decision, by batches that have started and are not decided yet.
         earlier: delivered by batches that ran with another transform and cannot be recomputed, as far as the ledger
-            accounts for them; or by those of which the sink's retention may have removed records.
+            accounts for them; or by those of which the sink's retention may have removed records; or by sealed ones,
+            after their seal.
     """
 
     sent: int = 0
@@ -357,6 +358,7 @@ class LedgerAccount:
         visible: the newest decision whose rows a reader sees; None: none.
         transactions: this pipeline's open ones at the sink.
         skipped: rows that visible batches did not write because the table rejects them, by kind.
+        dead_letters: of all sinks.
     """
 
     incarnation: str
@@ -365,6 +367,7 @@ class LedgerAccount:
     transactions: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
     skipped: Mapping[str, int] = field(default_factory=dict)
+    dead_letters: int = 0
 
     @property
     def ends(self) -> tuple[tuple[int, str], ...]:
@@ -394,7 +397,7 @@ def read_ledger(
         ledger.close()
     account = LedgerAccount(scope.incarnation, history, history.last)
     if last is not None and dead_letters is not None:
-        count = last.projected(dead_letters).total.count
+        account.dead_letters = count = last.projected(dead_letters).total.count
         account.notes.append(f"{count:,} dead letters are in {dead_letters!r}, by the ledger")
     if history.last is None or guarantee is not Guarantee.EXACTLY_ONCE:
         return account

@@ -240,6 +240,43 @@ def account_for_earlier(report: AuditReport, earlier: Earlier, adds_columns: boo
     )
 
 
+def account_for_late(report: AuditReport, late: int, *, expired: bool) -> AuditReport:
+    """The report on a sink with rows of sealed batches that came after their seal, and were not there before.
+
+    Args:
+        late: how many; they were counted as in progress.
+        expired: the sink's retention may have removed first copies.
+    """
+    counts = report.counts
+    counts = replace(counts, in_progress=counts.in_progress - late, earlier=counts.earlier + late)
+    report = replace(report, counts=counts, late=late)
+    why = f"{late:,} records of sealed batches are in the sink behind their seal, and "
+    if expired:
+        why += "the sink's retention removed what would show whether they are second copies"
+        return replace(report, unknowns=(*report.unknowns, why))
+    why += "were not in it before: dead letters that were retried, or lost rows that were restored"
+    return replace(report, notes=(*report.notes, why))
+
+
+def account_for_dead_letters(report: AuditReport, dead_letters: int) -> AuditReport:
+    """The report on a sink that did not get all rows which it accepts today: their dead letters are open, or dropped.
+
+    Args:
+        dead_letters: of all batches, by the ledger.
+    """
+    prints, lost = report.fingerprints, report.counts.lost
+    if not lost or prints is None or prints.ledger is None:
+        return report
+    refused = min(prints.sent.count - prints.ledger.count - prints.given_up.count, dead_letters)
+    if refused < lost:
+        return report
+    why = (
+        f"the lost records may be dead letters: the sink accepts {refused:,} more records now than the batches handed "
+        "to it; `delivered dead-letters list --all` shows which ones were not retried"
+    )
+    return replace(report, uncertain=(*report.uncertain, Damage.LOST), unknowns=(*report.unknowns, why))
+
+
 def account_for_dedup(report: AuditReport, dedup: Dedup, counts: DedupCounts) -> AuditReport:
     """The report on a pipeline that drops the source's duplicates."""
     notes = [

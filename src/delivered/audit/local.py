@@ -269,13 +269,17 @@ class LocalComparison(Comparison):
 
     def read(self, slices: Sequence[Slice], expected: int, again: int = 0) -> tuple[int, int]:
         self._budget.check(expected)
-        self._again, names = again, self._columns.records.names
         first = self._places.add(sink_partitions(slices, self._located_by))
         columns = replace(self._columns, position=self._located_by)
-        self._stored = read_slices(
-            self._scan.read, slices, lambda batch: batch.select(names), columns, first, self._budget
-        )
+        self._again, self._stored = again, self._read(slices, columns, first)
         return len(self._stored), 0
+
+    def _read(self, slices: Sequence[Slice], columns: Columns, first: int, only: Side | None = None) -> Side:
+        """Rows of the sink."""
+        names = columns.records.names
+        return read_slices(
+            self._scan.read, slices, lambda batch: batch.select(names), columns, first, self._budget, only
+        )
 
     def compare(self, ranges: Ranges) -> Findings:
         undecided = ranges.read.undecided
@@ -293,6 +297,9 @@ class LocalComparison(Comparison):
             known = sent if ahead is None else joined([sent, ahead])
             unexpected = there.where(~there.shares_id(known))
             sealed = self._sent(ranges.before, unexpected).unordered()
+            if ranges.sealed:
+                late = sealed.where(~sealed.at_most(self._read(ranges.sealed, self._columns, 0, unexpected)))
+                ahead = late if ahead is None else joined([ahead, late])
         samples_max = self._request.samples_max
         return Findings(reconcile(sent, ahead, there, self._origins, self._places, samples_max, sealed))
 

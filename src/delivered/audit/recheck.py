@@ -260,7 +260,7 @@ def _compare(request: AuditRequest, group: _Group, scan: BoundedScan, comparison
         return group.found(Again.DIFFERS, _of_source(sealed.sent, result.sent))
     if last.sink_read is None:
         return group.found(Again.SOURCE, "the sink has no positions: delivered audit --full")
-    differs = _of_sink(sealed.counts, result.counts, group.unaudited)
+    differs = _of_sink(sealed.counts, result.counts, group.unaudited + sealed.counts.earlier)
     if not differs:
         return group.found(Again.VERIFIED)
     changes = scan.changes(last.sink_end, last.sink_kept) if last.sink_end is not None else None

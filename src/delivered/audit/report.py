@@ -116,6 +116,7 @@ class AuditReport:
         own: SQL that identifies this pipeline's records; empty: not declared.
         foreign: records for which it is not true; they are not counted.
         undeleted: of the unexpected records, those whose keys this pipeline deleted: they are its own.
+        late: records of sealed batches that came after their seal; they are among `counts.earlier`.
         notes: what a reader of the report should know; none of it changes the verdict.
         id_says: what identifies records in this audit.
         dedup: of a pipeline with dedup. `counts.in_progress` then also counts what may be in the sink of unclear
@@ -144,6 +145,7 @@ class AuditReport:
     own: str = ""
     foreign: int = 0
     undeleted: int = 0
+    late: int = 0
     notes: tuple[str, ...] = ()
     id_says: str = "all columns"
     dedup: DedupCounts | None = None
@@ -407,9 +409,9 @@ def _headline(report: AuditReport) -> Text:
         whose = "of undecided batches" if report.dedup is None else "may or may not be there"
         text.append(f"\n  {whose}: {report.counts.in_progress:,}")
     if report.counts.earlier:
-        whose = (
-            "with another transform, according to the ledger" if report.earlier else "that the sink's retention reached"
-        )
+        whose = "that the sink's retention reached"
+        if report.late or report.earlier:
+            whose = "with another transform, according to the ledger" if report.earlier else "that were sealed before"
         text.append(f"\n  of batches {whose}: {report.counts.earlier:,}")
     if report.own:
         text.append(f"\n  foreign records, for which {report.own} is not true: {report.foreign:,}")

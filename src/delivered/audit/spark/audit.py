@@ -281,15 +281,19 @@ class SparkComparison(Comparison):
 
     def read(self, slices: Sequence[Slice], expected: int, again: int = 0) -> tuple[int, int]:
         self._again = again
-        stored = stored_rows(
-            self._spark, self._request, self._scan, slices, self._scope, self._probe, self._places, self._source.keys
-        )
-        stored = stored.persist(StorageLevel.DISK_ONLY)
+        stored = self._rows(slices, self._places).persist(StorageLevel.DISK_ONLY)
         self._context.callback(stored.unpersist)
         rows, foreign = _count(stored, self._request)
         self._context.enter_context(shuffles_fit_for(self._spark, rows + expected))
         self._own = stored.filter("own").drop("own") if self._request.own is not None else stored
         return rows, foreign
+
+    def _rows(self, slices: Sequence[Slice], places: Slots) -> DataFrame:
+        """Rows of the sink, others' among them."""
+        source = self._source
+        return stored_rows(
+            self._spark, self._request, self._scan, slices, self._scope, self._probe, places, source.keys
+        )
 
     def compare(self, ranges: Ranges) -> Findings:
         request, source, scope, own, read = self._request, self._source, self._scope, self._own, ranges.read
@@ -331,6 +335,10 @@ class SparkComparison(Comparison):
                 known = sent.select("id") if ahead is None else sent.select("id").union(ahead.select("id"))
                 unexpected = there.select("id").join(known, "id", "left_anti")
                 sealed = before.join(unexpected, "id", "left_semi")
+                if ranges.sealed:
+                    late = _copies(sealed, self._rows(ranges.sealed, Slots())).filter("nth > copies")
+                    optional = [*([ahead] if ahead is not None else []), late.select(sealed.columns)]
+                    ahead = reduce(lambda one, other: one.unionByName(other), optional)
         keys = source.keys
         if keys is not None:
             sent = keys.identified(sent, "id")
@@ -357,13 +365,18 @@ class SparkComparison(Comparison):
         there = self._own.filter(is_new).unionByName(repeated)
         if again is None:
             return there, ahead
-        copies = repeated.groupBy("id", "low").agg(F.count("*").alias("copies"))
-        nth = F.row_number().over(Window.partitionBy("id", "low").orderBy("at"))
-        found = again.withColumn("nth", nth).join(copies, ["id", "low"]).filter("nth <= copies").select(again.columns)
+        found = _copies(again, repeated).filter("nth <= copies").select(again.columns)
         return there, found if ahead is None else ahead.unionByName(found)
 
     def combines(self) -> Sequence[str]:
         return beyond_rows(self._probe)
+
+
+def _copies(rows: DataFrame, others: DataFrame) -> DataFrame:
+    """Each row with its number `nth` among those of its id and value, and how many `copies` of it others have."""
+    copies = others.groupBy("id", "low").agg(F.count("*").alias("copies"))
+    nth = F.row_number().over(Window.partitionBy("id", "low").orderBy("at"))
+    return rows.withColumn("nth", nth).join(copies, ["id", "low"], "left").fillna(0, "copies")
 
 
 def _count(stored: DataFrame, request: AuditRequest) -> tuple[int, int]:
