@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -11,9 +13,11 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from docs.support import SINKS, SOURCES
 
 from delivered.model.errors import EXTRA_OF, MissingExtra, missing_extra
 from delivered.model.translate import translated
+from delivered.pipeline.registry import connectors
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -71,3 +75,51 @@ def test_a_missing_library_names_its_extra(module: str) -> None:
     assert isinstance(found, MissingExtra)
     assert found.next_step == f'pip install "delivered[{EXTRA_OF[module][1]}]"'
     assert missing_extra("No module named 'surely_not_ours'") is None
+
+
+_WITHOUT = """
+import importlib.abc, json, sys
+from delivered.model.errors import EXTRA_OF, DeliveredError
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in EXTRA_OF:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import delivered
+from delivered.model.capability import Guarantee
+
+def asked(side, system, options):
+    try:
+        endpoint = delivered.endpoint(system, **options)
+        found = endpoint.sink().preflight(Guarantee.EXACTLY_ONCE) if side == "sink" else endpoint.source().preflight()
+        return "; ".join(str(f.next_step) for f in found)
+    except DeliveredError as error:
+        return error.next_step
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+print(json.dumps([asked(*example) for example in json.load(sys.stdin)]))
+"""
+
+
+def test_a_connector_without_its_libraries_names_their_extra() -> None:
+    """Whether it imports them with its module or on use."""
+    examples = [(side, e.system, dict(e.options)) for side, of in (("sink", SINKS), ("source", SOURCES)) for e in of]
+    run = subprocess.run(
+        [sys.executable, "-c", _WITHOUT],
+        input=json.dumps(examples),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    answers = {(side, system): a for (side, system, _), a in zip(examples, json.loads(run.stdout), strict=True)}
+    own_client = {("sink", "sqlite"), ("sink", "files"), ("sink", "saga"), ("sink", "rocketmq")}  # or asked first
+    queues = {("source", "rabbitmq"), ("source", "activemq"), ("source", "rocketmq")}  # read from the receiver's log
+    expected = {
+        at: f'pip install "delivered[{"log" if at in queues else connectors()[at[1]].extra}]"'
+        for at in answers.keys() - own_client
+    }
+    assert {at: answer for at, answer in answers.items() if at not in own_client} == expected

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from delivered.model.errors import Refused, UsageError
+from delivered.model.errors import Refused, UsageError, missing_extra
 from delivered.model.options import Options, OptionTable
 
 if TYPE_CHECKING:  # the command line lists connectors without loading what they stand on
@@ -23,12 +23,13 @@ def build(base: type[Any], make: Callable[..., P], *args: Any) -> P:
 
     Raises:
         UsageError: the connector was written for another version of the contract.
+        MissingExtra: its client library is not installed.
     """
     try:
         part = make(*args)
     except ImportError as error:
         if not (error.name or "").startswith("delivered."):
-            raise  # a client library
+            raise missing_extra(str(error)) or error from None
         raise outdated(str(error)) from error
     except TypeError as error:
         if "instantiate abstract class" not in str(error):
