@@ -62,15 +62,22 @@ def test_a_second_put_is_answered_with_the_first_row_and_the_transaction_goes_on
     with contextlib.closing(db.connect()) as connection:
         db.put(connection, id_)
         connection.commit()
-        second = db.put(connection, str(id_), payload='{"a":"é","b":1}', on_duplicate="ignore")
-        assert (second.id, second.aggregate_id, second.stored) == (id_, "7", False)
+        again = db.put(connection, str(id_), payload='{"a":"é","b":1}', on_duplicate="ignore")
+        assert (again.id, again.aggregate_id, again.stored) == (id_, "7", False)
         with pytest.raises(outbox.DuplicateId, match=r"OUTBOX_DUPLICATE.*same message: order 7, created") as refused:
             db.put(connection, id_)
         assert 'on_duplicate="ignore"' in str(refused.value)
-        for other in ({"aggregate_id": "8"}, {"payload": {"b": 2, "a": "é"}}, {"payload": None}):
+        for other in (
+            {"aggregate_id": "8"},
+            {"payload": {"b": 2, "a": "é"}},
+            {"payload": {"b": True, "a": "é"}},
+            {"payload": None},
+        ):
             with pytest.raises(outbox.DuplicateId, match="OUTBOX_ID_REUSED"):
                 db.put(connection, id_, on_duplicate="ignore", **other)
-        db.put(connection, outbox.new_id())
+        second, numbers = outbox.new_id(), "[12345678901234567890123, 1e2, -0.0, 1.50, 18446744073709551615, true]"
+        db.put(connection, second, payload=numbers)
+        assert not db.put(connection, second, payload=numbers, on_duplicate="ignore").stored
         connection.commit()
     assert db.execute(f"SELECT COUNT(*) FROM {db.outbox}") == [(2,)]
 

@@ -37,8 +37,8 @@ def test_a_damaged_row_of_events_is_named(table: str, column: str, value: str) -
         COUNTER.load(connection, "x")
 
 
-@pytest.mark.parametrize("payload", ["no json", "[" * 200_000], ids=["no JSON", "deep"])
-def test_a_row_of_an_outbox_whose_payload_is_no_json_is_another_message(payload: str) -> None:
+@pytest.mark.parametrize("payload", ["no json", "[" * 200_000, "true", '"1"'], ids=["no JSON", "deep", "true", "text"])
+def test_a_row_of_an_outbox_with_another_payload_is_another_message(payload: str) -> None:
     connection = sqlite3.connect(":memory:", isolation_level=None)
     connection.execute(outbox.ddl("sqlite"))
     connection.execute("BEGIN")

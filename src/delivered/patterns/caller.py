@@ -234,6 +234,23 @@ def json_text(value: Any) -> str:
     return text
 
 
+def json_content(text: str) -> str:
+    """The same for two texts of one JSON value: `true` is not `1`. Other numbers than integers of 64 bits count as
+    doubles, as MySQL keeps them.
+
+    Raises:
+        ValueError, RecursionError: it is none.
+    """
+    return json.dumps(json.loads(text, parse_int=_number, parse_float=_number), sort_keys=True)
+
+
+def _number(text: str) -> int | float:
+    if len(text) <= 20 and text.lstrip("-").isdigit() and -(1 << 63) <= int(text) < 1 << 64:
+        return int(text)
+    double = float(text)
+    return int(double) if double.is_integer() else double
+
+
 def unstorable(text: str) -> bool:
     """PostgreSQL stores no NUL; UTF-8 has no surrogates."""
     return any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.options import check_argument
-from delivered.patterns.caller import Caller, as_text, check_dialect, json_text, quoted, unstorable
+from delivered.patterns.caller import Caller, as_text, check_dialect, json_content, json_text, quoted, unstorable
 
 __all__ = ["DuplicateId", "Entry", "Layout", "ddl", "new_id", "put"]
 
@@ -221,7 +221,7 @@ def _content(entry: Entry) -> tuple[Any, ...]:
     payload: Any = entry.payload
     if isinstance(payload, str):
         try:
-            payload = ("json", json.loads(payload))
+            payload = ("json", json_content(payload))
         except (ValueError, RecursionError):  # another writer's
             payload = ("text", payload)
     return (entry.aggregate_type, entry.aggregate_id, entry.type, payload)

@@ -21,7 +21,16 @@ from delivered.kits.mysql import address, tls_of_url
 from delivered.model.errors import BadRecord, Fenced, Refused, Unreachable, UsageError, extra, holds_password
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SAGA_DATA_BYTES_MAX, SAGA_ID_BYTES_MAX
 from delivered.model.options import Unfit, check_argument, check_postgres_words, password_in_url, resolve_secret
-from delivered.patterns.caller import NOW_MS, Caller, as_text, check_dialect, format_ddl, json_text, unstorable
+from delivered.patterns.caller import (
+    NOW_MS,
+    Caller,
+    as_text,
+    check_dialect,
+    format_ddl,
+    json_content,
+    json_text,
+    unstorable,
+)
 from delivered.patterns.saga.definition import Entry, Event, Saga, Status, Verb
 
 FORMAT = 1
@@ -80,7 +89,7 @@ def record(caller: Caller, saga: Saga, id_: str, text: str) -> bool:
         return True
     select = f"SELECT data FROM {SAGAS} WHERE saga = ? AND id = ?{caller.latest}"
     rows = caller.execute(select, (saga.name, key)).rows
-    if rows and json.loads(rows[0][0]) == json.loads(text):
+    if rows and json_content(as_text(rows[0][0])) == json_content(text):
         return False
     raise DuplicateSaga("SAGA_ID_REUSED", saga=saga.name, id=id_)
 
