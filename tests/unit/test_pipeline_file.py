@@ -130,6 +130,35 @@ def test_call_stands_above_environment_stands_above_file(monkeypatch: pytest.Mon
     assert load_text(GOOD, overrides={"guarantee": "at_most_once"}).guarantee == "at_most_once"
 
 
+@pytest.mark.parametrize("name", ["DELIVERED_GUARANTE", "delivered_guarantee", "DELIVERED_NEWCHECKPOINT"])
+def test_a_misspelt_variable_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELIVERED_DB_PASSWORD", "of somebody")
+    load_text(GOOD)
+    monkeypatch.setenv(name, "at_least_once")
+    with pytest.raises(UsageError, match="ENVIRONMENT_UNKNOWN") as caught:
+        load_text(GOOD)
+    assert str(caught.value.next_step).endswith(("GUARANTEE", "NEW_CHECKPOINT"))
+
+
+def test_paths_are_relative_to_the_file() -> None:
+    """Also the ledger's and the log's: a receiver may be started in another folder than the pipeline."""
+    text = """
+pipeline: p
+guarantee: at_least_once
+checkpoint: c
+source: {format: rabbitmq, url: amqp://h, queue: q, log: data/log}
+sinks:
+  - {format: rabbitmq, url: amqp://h, exchange: e, ledger: ledger.db, name: a}
+  - {format: iceberg, warehouse: lake, table: a.b, name: b}
+  - {format: iceberg, warehouse: s3://lake, table: a.c, name: c}
+"""
+    made = Pipeline.from_parsed(load_text(text), Path("/etc/pipelines"))
+    assert made.checkpoint == "/etc/pipelines/c"
+    assert made.sources["source"].options["log"] == "/etc/pipelines/data/log"
+    assert made.sinks[0].options["ledger"] == "/etc/pipelines/ledger.db"
+    assert [s.options["warehouse"] for s in made.sinks[1:]] == ["/etc/pipelines/lake", "s3://lake"]
+
+
 def test_overrides_reach_options() -> None:
     spec = load_text(
         GOOD, overrides=dict([parse_override("source.subscribe=other"), parse_override("sinks.0.topic=t")])
@@ -137,6 +166,8 @@ def test_overrides_reach_options() -> None:
     pipeline = Pipeline.from_parsed(spec, Path())
     assert pipeline.sources["source"].options["subscribe"] == "other"
     assert pipeline.sinks[0].options["topic"] == "t"
+    spec = load_text(GOOD, overrides=dict([parse_override("source.SUBSCRIBE=other")]))
+    assert Pipeline.from_parsed(spec, Path()).sources["source"].source().capability()
     assert refused(GOOD, **{"sinks.1.topic": "t"}).code == "DELIVERED_OVERRIDE_VALUE"
     with pytest.raises(UsageError):
         parse_override("trigger")

@@ -228,7 +228,7 @@ class OptionTable:
                 continue
             if name is None:
                 raise self._unknown(key)
-            if spelt.setdefault(name, key).lower() != key.lower():
+            if spelt.setdefault(name, key) != key:
                 raise UsageError("OPTION_CONFLICT.SAME", owner=self.owner, first=spelt[name], second=key, name=name)
             if holds_password(str(value)) and not (name in secrets or is_secret(name)):
                 raise password_in_url(self.owner, name)
@@ -500,9 +500,10 @@ def resolve_secret(name: str, value: str) -> str:
         return found
     if value.startswith("file:"):
         try:
-            return Path(value[5:]).read_text(encoding="utf-8").rstrip("\n")
-        except OSError as error:
-            raise UsageError("SECRET_MISSING.FILE", name=name, value=value[5:], error=error.strerror) from None
+            return Path(value[5:]).read_text(encoding="utf-8-sig").rstrip("\r\n")
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise UsageError("SECRET_MISSING.FILE", name=name, value=value[5:], error=why) from None
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType, NoneType
@@ -73,6 +73,7 @@ def for_output_mode(sink: Endpoint, mode: str, transform: Transform) -> Endpoint
     if mode == "append" or sink.is_spark_own:
         return sink
     values = {k.lower(): v for k, v in sink.options.items()}
+    given = values.get("mode", "").strip().lower()
     is_table = _has_table(connector(sink.system))
     required = "complete" if mode == "complete" else "upsert"
     if mode == "complete" and not is_table:
@@ -81,14 +82,14 @@ def for_output_mode(sink: Endpoint, mode: str, transform: Transform) -> Endpoint
             system=sink.system,
             known=", ".join(c.name for c in connectors().values() if _has_table(c)),
         )
-    if not is_table or (mode == "update" and values.get("mode") == "append"):
+    if not is_table or (mode == "update" and given == "append"):
         return sink
-    if values.get("mode", required) != required:
+    if "mode" in values and given != required:
         raise UsageError("OUTPUT_MODE.SINK", mode=mode, label=sink.label, sink_mode=values["mode"], required=required)
-    options = {**sink.options, **({} if "mode" in values else {"mode": required})}
+    added = {} if "mode" in values else {"mode": required}
     if mode == "update" and not values.get("keycolumns", "").strip():
-        options["keyColumns"] = ",".join(_keys(sink, transform))
-    return replace(sink, options=options)
+        added["keyColumns"] = ",".join(_keys(sink, transform))
+    return sink.with_options(**added)
 
 
 def _has_table(of: Connector) -> bool:
@@ -480,9 +481,13 @@ def _resolve_location(folder: Path, location: str) -> str:
     return str((folder / location).absolute()) if plain else location
 
 
+_PATHS = ("path", "ledger", "log", "warehouse")
+"""Options that hold a path, or a URL."""
+
+
 def endpoint_of(entry: SourceEntry | SinkEntry, folder: Path) -> Endpoint:
     options = {k: as_text(k, v) for k, v in (entry.__pydantic_extra__ or {}).items()}
-    for key in [k for k in options if k.lower() == "path"]:
+    for key in [k for k in options if k.lower() in _PATHS]:
         options[key] = _resolve_location(folder, options[key])
     if isinstance(entry, SourceEntry):
         return Endpoint(entry.format, options)

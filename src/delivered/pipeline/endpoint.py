@@ -334,7 +334,10 @@ def kafka(bootstrap: str, *, name: str | None = None, **options: Any) -> Endpoin
         bootstrap: "host:port,host:port".
     """
     _check_texts("kafka", bootstrap=bootstrap)
-    return endpoint("kafka", name=name, **{"kafka.bootstrap.servers": bootstrap, **options})
+    servers = "kafka.bootstrap.servers"
+    if (other := find_option(options, servers)) not in (None, bootstrap):
+        raise UsageError("OPTION_CONFLICT.SAME", owner="delivered.kafka", first=bootstrap, second=other, name=servers)
+    return endpoint("kafka", name=name, **{servers: bootstrap, **options})
 
 
 def log(path: str, **options: Any) -> Endpoint:

@@ -464,6 +464,7 @@ def load_text(text: str, name: str = "pipeline", overrides: Mapping[str, Any] | 
     data, lines = _parse(text, name)
     data = _resolve_references(data, name, lines, ())
     origins: dict[str, str] = {}
+    _check_environment()
     for variable, key in ENVIRONMENT.items():
         if variable in os.environ:
             _put(data, key, _parse_scalar(os.environ[variable]), variable)
@@ -472,6 +473,15 @@ def load_text(text: str, name: str = "pipeline", overrides: Mapping[str, Any] | 
         _put(data, dotted, value, f"--set {dotted}")
         origins[dotted] = "the command line"
     return _validate(data, name, lines, origins)
+
+
+def _check_environment() -> None:
+    """Raise UsageError: a variable is misspelt, which would leave the value that it should override."""
+    for name in os.environ.keys() - ENVIRONMENT.keys():
+        prefix, _, key = name.upper().partition("_")
+        near = difflib.get_close_matches(key.lower(), ENVIRONMENT.values(), n=1, cutoff=0.8)
+        if prefix == "DELIVERED" and near:
+            raise UsageError("ENVIRONMENT_UNKNOWN", name=name, known=f"DELIVERED_{near[0].upper()}")
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -605,20 +615,27 @@ def _put(data: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
         sinks = data.get("sinks")
         if not (number.isdigit() and isinstance(sinks, list) and int(number) < len(sinks) and rest):
             raise UsageError("OVERRIDE_VALUE.SINKS", origin=origin)
-        sinks[int(number)][rest] = value
+        _replace(sinks[int(number)], rest, value)
     elif rest and head == "sources":
         name, _, rest = rest.partition(".")
         sources = data.get("sources")
         if not (isinstance(sources, dict) and isinstance(sources.get(name), dict) and rest):
             raise UsageError("OVERRIDE_VALUE.SOURCES", origin=origin)
-        sources[name][rest] = value
+        _replace(sources[name], rest, value)
     elif rest and head in ("source", "dedup", "transform", "audit", "notify", "spark"):
         inner = data.setdefault(head, {})
         if not isinstance(inner, dict):
             raise UsageError("OVERRIDE_VALUE.NO_MAPPING", origin=origin, head=head)
-        inner[rest] = value
+        _replace(inner, rest, value)
     else:
         data[dotted] = value
+
+
+def _replace(options: dict[str, Any], key: str, value: Any) -> None:
+    """Set an option, which the file may have in another case."""
+    for other in [k for k in options if k.lower() == key.lower()]:
+        del options[other]
+    options[key] = value
 
 
 _SEE_KEYS = "correct the value; `delivered init` writes an example"
