@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
 import pyarrow as pa
 import pytest
 from tests.support.keyed_stores import STORES, Store
-from tests.support.sinks import EXACT, Rig
+from tests.support.sinks import EXACT, Rig, offsets
 from tests.support.sweeps import once_each, sweep
 
+from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, UsageError
@@ -506,3 +507,38 @@ def test_spaces_that_mysql_would_cut_are_refused(made: Made, database: str) -> N
     rig = Rig(store.sink(table=name))
     refused(rig, 0, {}, [(1, 1, "abc  ", None)])
     assert state(store, name) == []
+
+
+REALS = pa.record_batch({"id": pa.array([1, 2], pa.int64()), "text": pa.array([1.23456789012, 2.5], pa.float64())})
+NARROWED = {"postgres": "ALTER COLUMN text TYPE real", "mysql": "MODIFY text float"}
+
+
+@pytest.mark.parametrize(
+    ("database", "mode"),
+    [
+        *itertools.product(("postgres-one-transaction", "mysql-one-transaction"), ("append", "upsert", "insert")),
+        ("mysql-two-phase", "upsert"),
+        ("mysql-two-phase", "insert"),
+    ],
+)
+def test_a_column_altered_while_rows_wait_for_their_decision_rounds_nothing(
+    made: Made, database: str, mode: str
+) -> None:
+    """In PostgreSQL, a task's own transaction holds the table's lock; in MySQL, only once it writes to it."""
+    store = made(database)
+    name = table(store, "id bigint NOT NULL, text double precision, UNIQUE (id)")
+    rig = Rig(store.sink(table=name, **MODES[mode]), schema=REALS.schema)
+
+    def alter() -> Iterator[Rows]:
+        yield Rows(REALS)
+        store.execute(f"ALTER TABLE {name} {NARROWED[store.connector.name]}")
+
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    late = database == "mysql-two-phase"
+    with pytest.raises(DeliveredError, match=r"'text' of double(?: precision)? became (?:real|float)") as caught:
+        messages = [write_shard(rig.sinks, plan, 0, 0, alter() if late else iter([Rows(REALS)]), REALS.schema)]
+        list(alter())
+        commit_batch(context, 0, offsets(0), messages)
+    assert "TABLE_ALTERED" in str(caught.value)
+    assert store.execute(f"SELECT * FROM {name}") == [] and ledger(rig).last is None

@@ -21,7 +21,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -183,6 +183,20 @@ class MysqlDatabase(Server[Session]):
 
 
 class MysqlStaging(Staging):
+    options: MysqlOptions
+
+    def altered(self, connection: Session, tables: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+        one = (  # equal to a constant: another condition would open every table
+            "SELECT t.column_name, s.column_type, t.column_type FROM information_schema.columns AS s "
+            "JOIN information_schema.columns AS t ON t.column_name = s.column_name "
+            "WHERE s.table_schema = %s AND s.table_name = %s "
+            "AND t.table_schema = coalesce(%s, database()) AND t.table_name = %s "
+            "AND NOT (t.column_type = s.column_type AND t.character_set_name <=> s.character_set_name)"
+        )
+        options = self.options
+        values = [v for name in tables for v in (options.ledger_schema, name, options.schema, options.table)]
+        yield from connection.execute(" UNION ".join([one] * len(tables)), values).fetchall()
+
     def _merge(self, prepared: Prepared) -> Merge:
         handle = PreparedRows.of(prepared)
         return MysqlMerge(self.options.write, handle.target, handle.stored, handle.index)

@@ -390,6 +390,7 @@ class LoadWriter(ShardWriter):
         self._staging.add(session, self._staged, merge, self._work, definition)
         if self._options.write.delete is not None:
             delete(session, self._options, merge, self._staging.full(self._staged), definition)
+        self._staging.check_types(session, [self._staged], merge.columns)
 
     def _promise(self, session: Session, fingerprint: Fingerprint) -> str:
         write_marker(session, self._server.dialect, self._work, self._gid, fingerprint)

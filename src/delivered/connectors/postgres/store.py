@@ -10,6 +10,7 @@ ledger's schema, distinguishes them. The nonce is new for each attempt: ids are 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from delivered.contract.sink import OpenTransaction
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.ledger import SwappingLedger
 from delivered.kits.sql.sink import Names, ServerCommitter, Shards, Staging, new_nonce, open_transaction
-from delivered.kits.sql.table import missing_at_server
+from delivered.kits.sql.table import missing_at_server, text_of
 from delivered.ledger import Swap
 from delivered.model.errors import Refused
 from delivered.model.identity import Scope, Work
@@ -139,6 +140,16 @@ def slots(connection: psycopg.Connection[Any], options: PostgresOptions) -> int:
 class PostgresStaging(Staging):
     options: PostgresOptions
     drops = True
+
+    def altered(self, connection: psycopg.Connection[Any], tables: Sequence[str]) -> Iterable[tuple[str, str, str]]:
+        return connection.execute(
+            """SELECT DISTINCT t.attname::text, format_type(s.atttypid, s.atttypmod),
+                      format_type(t.atttypid, t.atttypmod)
+               FROM unnest(%s::text[]) AS staged (name) JOIN pg_attribute s ON s.attrelid = to_regclass(staged.name)
+               JOIN pg_attribute t ON t.attrelid = to_regclass(%s) AND t.attname = s.attname AND NOT t.attisdropped
+               WHERE s.attnum > 0 AND (s.atttypid, s.atttypmod) <> (t.atttypid, t.atttypmod)""",
+            [[self.full(name) for name in tables], text_of(self.options)],
+        ).fetchall()
 
     def swap(self, connection: psycopg.Connection[Any], swap: Swap) -> None:
         found = find(connection, self.options)

@@ -13,7 +13,7 @@ import secrets
 import tempfile
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -843,6 +843,9 @@ class Staging:
             self._move_shard(connection, prepared, work, found)
             reach(StepId.COMMIT_APPLY, Moment.AFTER, batch=work.batch, shard=work.shard)
         self._delete(connection, staged, found)
+        if staged:
+            rows = [PreparedRows.of(p) for p in staged]
+            self.check_types(connection, [r.staged for r in rows], rows[0].stored)
         if self.drops:
             for prepared in staged:
                 self.drop(connection, PreparedRows.of(prepared).staged)
@@ -870,6 +873,26 @@ class Staging:
             there = connection.execute(f"SELECT count(*) FROM {staged}").fetchone()
             self._check_staged(prepared, there[0] if there else 0, sent)
             check_count(self.options, sent, rows, found, f"shard {prepared.shard} of batch {work.batch}")
+
+    def check_types(self, connection: Connection, tables: Sequence[str], columns: Sequence[str]) -> None:
+        """Check that the target's columns still have the types that rows were staged for: the server adapts rows to
+        others, and rounds silently. After rows were moved, in the same transaction: no type can change any more.
+
+        Args:
+            tables: staging tables.
+            columns: those that were moved; none: all.
+
+        Raises:
+            UsageError: a column was altered meanwhile.
+        """
+        for column, was, now in self.altered(connection, tables):
+            if not columns or column in columns:
+                where = f"{self.options.table_text!r} {self.options.where}"
+                raise UsageError("TABLE_ALTERED", where=where, what=f"its column {column!r} of {was} became {now}")
+
+    def altered(self, connection: Any, tables: Sequence[str]) -> Iterable[tuple[str, str, str]]:
+        """Columns whose type in one of these staging tables is not the target's: name, that type, the target's."""
+        raise NotImplementedError
 
     def _check_staged(self, prepared: Prepared, rows: int, expected: int) -> None:
         if rows != expected:
