@@ -259,6 +259,30 @@ def test_numbers_given_to_a_restored_database_hide_nothing(tmp_path: Path) -> No
                 driver.latest(stream.at, None)
 
 
+def test_a_file_that_takes_the_databases_place_is_read_by_the_running_stream(tmp_path: Path) -> None:
+    """As a restore does: the stream would ask the old file for ever, which nobody writes to any more."""
+    file, copy = tmp_path / "a.db", tmp_path / "copy.db"
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        database.execute("CREATE TABLE box (id INTEGER PRIMARY KEY, aggregatetype, aggregateid, type, payload)")
+        database.execute("INSERT INTO box VALUES (1, 'o', '1', 't', '1')")
+        database.commit()
+    stream = Stream(CONNECTOR.source({"url": f"sqlite://{file}", "dbtable": "box", "method": "poll", "keep": "true"}))
+    assert len(stream.rest()) == 1
+    copy.write_bytes(file.read_bytes())
+    with contextlib.closing(sqlite3.connect(copy)) as database:
+        database.execute("INSERT INTO box VALUES (2, 'o', '1', 't', '1')")
+        database.commit()
+    copy.replace(file)
+    assert len(stream.rest()) == 1
+    with contextlib.closing(sqlite3.connect(copy)) as database:
+        database.execute("CREATE TABLE box (id INTEGER PRIMARY KEY, aggregatetype, aggregateid, type, payload)")
+        database.commit()
+    copy.replace(file)
+    with pytest.raises(InvariantBroken, match="OUTBOX_DATABASE_BEHIND"):
+        stream.rest()
+    stream.close()
+
+
 def test_a_new_row_with_the_id_of_a_deleted_one_is_not_lost(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """P29: ids that start again, as in a table that is emptied."""
     for how in METHODS[1:]:

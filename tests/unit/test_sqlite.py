@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 from tests.support.interpreter import fresh
 from tests.support.scans import scanned_table
+from tests.support.sinks import Rig, offsets
 
 from delivered.connectors.sqlite import CONNECTOR, SqliteOptions, SqliteSink
 from delivered.connectors.sqlite import client as database
@@ -25,13 +26,15 @@ from delivered.connectors.sqlite.client import MIGRATIONS, migrate
 from delivered.connectors.sqlite.store import SqliteCommitter
 from delivered.connectors.sqlite.writer import staging_folder
 from delivered.engine.context import open_ledger
+from delivered.engine.decide import commit_batch
+from delivered.engine.recover import plan_batch
 from delivered.ledger import Ledger
 from delivered.model.capability import Guarantee
-from delivered.model.errors import BadRecord, DeliveredError, Fenced, Unreachable, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, Fenced, LedgerBehind, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_INCARNATIONS, OWNERS_REMEMBERED
-from delivered.model.work import Decision, Failed, Ok, Owner, Prepared, Promise
+from delivered.model.work import CheckpointView, Decision, Failed, Ok, Owner, Prepared, Promise
 
 parse = SqliteOptions.parse
 
@@ -434,6 +437,25 @@ def test_wal_is_kept_and_warned_about(
     assert [f.code for f in sink.preflight(EXACT)] == (["WAL_RACE"] if version < (3, 51, 3) else [])
     assert write(sink, ROWS) == Ok(None)
     assert sqlite3.connect(sink.options.path).execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+@pytest.mark.parametrize("journal", ["DELETE", "WAL"])
+def test_a_copy_that_takes_the_files_place_is_noticed_by_the_running_query(tmp_path: Path, journal: str) -> None:
+    """In WAL mode SQLite itself does not notice: batches would be decided in a file that nobody sees."""
+    path, copy = tmp_path / "sink.db", tmp_path / "copy.db"
+    rig = Rig(CONNECTOR.sink({"path": str(path), "table": "orders"}))
+    database.connect(str(path)).execute(f"PRAGMA journal_mode={journal}")
+    context = rig.context()
+    rig.run(0, context)
+    with contextlib.closing(sqlite3.connect(path)) as source, contextlib.closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+    view = CheckpointView(rig.incarnation, 1, offsets(1), 0)
+    assert commit_batch(context, 1, offsets(1), rig.write(plan_batch(context, view, first=False)))
+    for name in ("sink.db-wal", "sink.db-shm"):
+        (tmp_path / name).unlink(missing_ok=True)
+    copy.replace(path)
+    with pytest.raises(LedgerBehind, match="newest decided batch is 0"):
+        plan_batch(context, CheckpointView(rig.incarnation, 2, offsets(2), 1), first=False)
 
 
 def test_not_a_database_and_missing_folder(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from delivered.connectors.outbox.rows import (
 )
 from delivered.connectors.outbox.slot import check_identity, missing_columns
 from delivered.contract.source import Address, Finding, Offsets, Retained, Slice, Source, SourceDriver
+from delivered.kits.sql.database import FileConnection
 from delivered.model import patience
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
@@ -729,6 +730,9 @@ class PollDriver(SourceDriver):
         """Repeated after an outage of the server; `work` continues with the remaining rows."""
 
         def once() -> T:
+            if isinstance(self._connection, FileConnection) and self._connection.has_moved():
+                self._connection.close()
+                self._connection = None
             if self._connection is None:
                 self._connection = connect(self._options)
                 if self._locked:

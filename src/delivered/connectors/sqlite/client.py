@@ -19,14 +19,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 from delivered.kits.options import not_a_file
-from delivered.kits.sql.database import LEDGER_TABLES, Database, Dialect, is_newest
+from delivered.kits.sql.database import LEDGER_TABLES, Database, Dialect, FileConnection, is_newest
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 
 WAL_RACE_FIXED = (3, 51, 3)
 
 
-def connect(path: str, *, mode: str = "rwc") -> sqlite3.Connection:
+def connect(path: str, *, mode: str = "rwc") -> FileConnection:
     """Open the database with manual transactions.
 
     Args:
@@ -45,7 +45,9 @@ def connect(path: str, *, mode: str = "rwc") -> sqlite3.Connection:
             timeout=CONNECT_TIMEOUT_S,
             isolation_level=None,
             check_same_thread=False,
+            factory=FileConnection,
         )
+        connection.opened(path)
         connection.execute("PRAGMA synchronous=EXTRA")
         if mode == "ro":
             connection.execute("PRAGMA query_only=ON")
@@ -181,7 +183,9 @@ class SqliteDatabase(Database[sqlite3.Connection]):
 
     def idle(self, connection: sqlite3.Connection) -> bool:
         try:
-            return not connection.in_transaction
+            return not connection.in_transaction and not (
+                isinstance(connection, FileConnection) and connection.has_moved()
+            )
         except sqlite3.ProgrammingError:  # closed
             return False
 

@@ -13,6 +13,7 @@ import io
 import logging
 import os
 import re
+import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -121,7 +122,8 @@ class Database(ABC, Generic[C]):
 
     @abstractmethod
     def idle(self, connection: C) -> bool:
-        """Whether the connection is open and outside any transaction, by the client's state; no round trip."""
+        """Whether the connection is open and outside any transaction, by the client's state; no round trip. False for
+        that to a file that was replaced."""
 
     @abstractmethod
     def may_commit(self, error: Exception) -> bool:
@@ -185,6 +187,31 @@ class Database(ABC, Generic[C]):
                 return question(connection)
         finally:
             self.discard(connection)
+
+
+class FileConnection(sqlite3.Connection):
+    """Knows which file it has open. If a copy takes the file's place, as a restore does, the connection keeps the old
+    file: nobody sees what it writes there, nor does it see what others write. SQLite notices only some writes.
+    """
+
+    path = ""
+    _file: tuple[int, int] | None = None
+
+    def opened(self, path: str) -> None:
+        """Called once, after it was opened."""
+        self.path, self._file = path, _identify(path)
+
+    def has_moved(self) -> bool:
+        """Whether its path leads to another file by now, or to none."""
+        return self._file != _identify(self.path)
+
+
+def _identify(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)  # noqa: PTH116 - in each batch
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def scope_values(scope: Scope) -> dict[str, Any]:
