@@ -216,7 +216,7 @@ def check_identity(connection: psycopg.Connection[Any], options: OutboxOptions, 
                 name=name,
                 of_table=of,
                 reason=lacks[0],
-                statement=lacks[1].format(name),
+                statement=lacks[1].replace("{}", name),
             )
 
 
@@ -249,10 +249,11 @@ def _lacks(
         )
     if identity == "n":
         return "has REPLICA IDENTITY NOTHING", "ALTER TABLE {} REPLICA IDENTITY DEFAULT"
-    if identity == "d" and not key_usable:
+    if not key_usable:
         return (
-            "has a deferrable primary key, which is no replica identity",
-            "ALTER TABLE {} REPLICA IDENTITY FULL, or make its primary key NOT DEFERRABLE",
+            "has a deferrable primary key: within a transaction two rows may have one key, and a delete of one of them "
+            "would delete the other at a sink",
+            f"ALTER TABLE {{}} DROP CONSTRAINT its primary key, ADD PRIMARY KEY ({', '.join(key)})",
         )
     if identity == "i" and not index_usable:
         return (
