@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from delivered.connectors.outbox import OWNER, OutboxOptions
 from delivered.kits.mysql import DENIED, LOGIN, LOST, address, tls_of_url
-from delivered.kits.sql.database import FileConnection, pin_postgres
+from delivered.kits.sql.database import pin_postgres
 from delivered.model import patience
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S
@@ -246,16 +246,14 @@ def _mysql(options: OutboxOptions) -> Any:
     return connection
 
 
-def _sqlite(options: OutboxOptions) -> FileConnection:
+def _sqlite(options: OutboxOptions) -> sqlite3.Connection:
     connection = sqlite3.connect(
         f"file:{options.file}?mode=rw",
         uri=True,
         timeout=CONNECT_TIMEOUT_S,
         isolation_level=None,
         check_same_thread=False,
-        factory=FileConnection,
     )
-    connection.opened(options.file)
     connection.text_factory = id_text
     connection.execute("PRAGMA synchronous=EXTRA")
     return connection

@@ -34,7 +34,7 @@ from delivered.connectors.outbox.rows import (
 )
 from delivered.connectors.outbox.slot import check_identity, missing_columns
 from delivered.contract.source import Address, Finding, Offsets, Retained, Slice, Source, SourceDriver
-from delivered.kits.sql.database import FileConnection
+from delivered.kits.sql.database import identify_file
 from delivered.model import patience
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
@@ -610,6 +610,7 @@ class PollDriver(SourceDriver):
         self._options = options
         self._positions = Positions(options)
         self._connection: Any = None
+        self._database: tuple[int, int] | None = None
         self._file: Any = None
         self._locked = False
         self._freezes = False
@@ -730,11 +731,12 @@ class PollDriver(SourceDriver):
         """Repeated after an outage of the server; `work` continues with the remaining rows."""
 
         def once() -> T:
-            if isinstance(self._connection, FileConnection) and self._connection.has_moved():
+            database = identify_file(self._options.file) if self._options.dialect == "sqlite" else None
+            if self._connection is not None and database != self._database:
                 self._connection.close()
                 self._connection = None
             if self._connection is None:
-                self._connection = connect(self._options)
+                self._connection, self._database = connect(self._options), database
                 if self._locked:
                     self._take_lock()
             try:

@@ -19,11 +19,17 @@ from pathlib import Path
 from urllib.parse import quote
 
 from delivered.kits.options import not_a_file
-from delivered.kits.sql.database import LEDGER_TABLES, Database, Dialect, FileConnection, is_newest
+from delivered.kits.sql.database import LEDGER_TABLES, Database, Dialect, identify_file, is_newest
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 
 WAL_RACE_FIXED = (3, 51, 3)
+
+
+class FileConnection(sqlite3.Connection):
+    """Knows which file it has open (`identify_file`)."""
+
+    file: tuple[int, int] | None = None
 
 
 def connect(path: str, *, mode: str = "rwc") -> FileConnection:
@@ -47,7 +53,7 @@ def connect(path: str, *, mode: str = "rwc") -> FileConnection:
             check_same_thread=False,
             factory=FileConnection,
         )
-        connection.opened(path)
+        connection.file = identify_file(path)
         connection.execute("PRAGMA synchronous=EXTRA")
         if mode == "ro":
             connection.execute("PRAGMA query_only=ON")
@@ -183,9 +189,8 @@ class SqliteDatabase(Database[sqlite3.Connection]):
 
     def idle(self, connection: sqlite3.Connection) -> bool:
         try:
-            return not connection.in_transaction and not (
-                isinstance(connection, FileConnection) and connection.has_moved()
-            )
+            moved = isinstance(connection, FileConnection) and connection.file != identify_file(self.path)
+            return not connection.in_transaction and not moved
         except sqlite3.ProgrammingError:  # closed
             return False
 

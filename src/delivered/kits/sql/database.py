@@ -13,7 +13,6 @@ import io
 import logging
 import os
 import re
-import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -189,24 +188,12 @@ class Database(ABC, Generic[C]):
             self.discard(connection)
 
 
-class FileConnection(sqlite3.Connection):
-    """Knows which file it has open. If a copy takes the file's place, as a restore does, the connection keeps the old
-    file: nobody sees what it writes there, nor does it see what others write. SQLite notices only some writes.
+def identify_file(path: str) -> tuple[int, int] | None:
+    """The file that a path leads to; None: to none.
+
+    If a copy takes a file's place, as a restore does, an SQLite connection keeps the old one open: nobody sees what it
+    writes there, nor does it see what others write. SQLite itself notices only some writes.
     """
-
-    path = ""
-    _file: tuple[int, int] | None = None
-
-    def opened(self, path: str) -> None:
-        """Called once, after it was opened."""
-        self.path, self._file = path, _identify(path)
-
-    def has_moved(self) -> bool:
-        """Whether its path leads to another file by now, or to none."""
-        return self._file != _identify(self.path)
-
-
-def _identify(path: str) -> tuple[int, int] | None:
     try:
         found = os.stat(path)  # noqa: PTH116 - in each batch
     except FileNotFoundError:
