@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyiceberg.catalog.sql import SqlCatalogBaseTable
 from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 from pyiceberg.schema import Schema
 from pyiceberg.types import LongType, NestedField, StringType
@@ -302,6 +303,23 @@ def test_a_shard_sent_without_an_answer(tmp_path: Path, before_commit: Any, guar
             writer.prepare(whole)
     writer.abort()
     assert list((tmp_path / "shop" / "t" / "data" / "delivered").rglob("direct/*.parquet"))  # it may still be committed
+
+
+@pytest.mark.parametrize("other_is_done", [False, True])
+def test_drivers_may_create_a_catalog_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other_is_done: bool
+) -> None:
+    """The client looks for both tables of a SQL catalog, then creates them: another driver is faster in between."""
+    metadata = SqlCatalogBaseTable.metadata
+    create, others_tables = metadata.create_all, [*metadata.sorted_tables][: 2 if other_is_done else 1]
+
+    def late(engine: Any) -> None:
+        monkeypatch.setattr(metadata, "create_all", create)
+        create(engine, tables=others_tables)
+        create(engine, checkfirst=False)
+
+    monkeypatch.setattr(metadata, "create_all", late)
+    assert claimed(sink_at(tmp_path), ROWS).look().owner is not None
 
 
 def test_drivers_that_claim_at_once_are_one_after_the_other(tmp_path: Path) -> None:

@@ -140,7 +140,21 @@ def _open(options: IcebergOptions) -> Any:
 
     if options.warehouse is not None:
         make_folder(Path(options.warehouse))
-    return SqlCatalog(options.catalog_name, **properties)
+    return _with_tables(lambda: SqlCatalog(options.catalog_name, **properties))
+
+
+def _with_tables(new: Callable[[], Any]) -> Any:
+    """A SQL catalog. Its client looks for both of its tables, and creates them without a lock: another driver that
+    starts now may be faster with either."""
+    from sqlalchemy.exc import DatabaseError
+
+    for _ in range(2):
+        try:
+            return new()
+        except DatabaseError as error:
+            if not str(error.statement).lstrip().startswith("CREATE TABLE"):
+                raise
+    return new()
 
 
 @cache
