@@ -77,7 +77,7 @@ class Batches:
         """Its commit engine, as a new driver of this process. `incarnation`: id in the checkpoint's `metadata`."""
         spec, owner = self.pipeline.spec, new_owner(psutil.Process())
         scope = spec.scope(self.sinks, incarnation)
-        context = Context.open(self.sinks, scope, self.pipeline.guarantee, owner, spec.tolerance)
+        context = Context.open(self.sinks, scope, self.pipeline.guarantee, owner, spec.tolerance, spec.transform)
         return Runner(self.sinks, context, partial(register_plan, scope, owner, DriverAddress()))
 
     def start(self, incarnation: str, *, takeover: bool = False) -> None:

@@ -16,6 +16,7 @@ from tests.support.sweeps import sweep
 from tests.support.without_spark import deliver
 
 import delivered
+from delivered import Pipeline
 from delivered.audit import sealing
 from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.report import AuditReport
@@ -141,6 +142,39 @@ def test_rows_of_dead_letters_are_neither_lost_nor_copies(tmp_path: Path, again:
     else:
         assert (full.verdict, full.counts.lost) == (Verdict.UNKNOWN, 1)
         assert "the lost records may be dead letters" in full.unknowns[0]
+
+
+def _numbers(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([batch.column("value").cast(pa.string()).cast(pa.int64())], names=["n"])
+
+
+def _marked_too(batch: pa.RecordBatch) -> pa.RecordBatch:
+    numbers = pa.array([int(v.lstrip(b"x")) for v in batch["value"].to_pylist()], pa.int64())
+    return pa.RecordBatch.from_arrays([numbers], names=["n"])
+
+
+@pytest.mark.parametrize("seals", [False, True], ids=["unsealed", "sealed"])
+def test_rows_of_dead_letters_of_a_fixed_function_are_not_foreign(tmp_path: Path, seals: bool) -> None:
+    """Their batch ran with the transform that failed for them."""
+
+    def pipeline(function: Any) -> Pipeline:
+        return Orders(tmp_path, guarantee="at_most_once").pipeline(
+            transform=delivered.arrow(function),
+            on_bad_row="dead_letter",
+            dead_letter=delivered.files(str(tmp_path / "letters"), fileFormat="parquet"),
+            audit={"own": "true"},
+        )
+
+    append(str(tmp_path / "log"), pa.table({"key": [b"k"] * 3, "value": [b"1", b"x2", b"x3"]}))
+    assert deliver(pipeline(_numbers)) == 1
+    assert not seals or pipeline(_numbers).audit().verdict is Verdict.HELD
+    fixed = pipeline(_marked_too)
+    assert retry(fixed).settled.total() == 2
+    report = fixed.audit()
+    assert (report.verdict, report.counts.unexpected) == (Verdict.UNKNOWN, 2), report.breaches
+    assert "retries wrote 2 to the sink" in report.unknowns[-1]
+    Orders(tmp_path).sql("INSERT INTO orders VALUES (4)")
+    assert fixed.audit(full=True).breaches == ["3 records in the sink were never sent"]
 
 
 @pytest.mark.matrix

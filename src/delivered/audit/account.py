@@ -32,13 +32,14 @@ from delivered.audit.continuation import (
     first_readable,
     repeated,
 )
-from delivered.audit.evidence import DedupCounts, LedgerAccount
+from delivered.audit.evidence import DedupCounts, LedgerAccount, count_retried
 from delivered.audit.judge import (
     Result,
     account_for_dead_letters,
     account_for_dedup,
     account_for_earlier,
     account_for_late,
+    account_for_retries,
     account_for_skipped,
     account_for_upserts,
     contradictions,
@@ -321,6 +322,8 @@ def _compare(
     if mode.conditional:
         report = account_for_skipped(report, mode, ledger)
     report = account_for_dead_letters(report, ledger.dead_letters)
+    if report.counts.unexpected and ledger.dead_letters and request.decided_by is not None:
+        report = account_for_retries(report, count_retried(request.decided_by, scope))
     known_versions = bool(request.transform_version) and all(r.transform for r in current)
     report = judge(report, versions_known=known_versions)
     begins = skipped[-1].end if skipped else begins

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -16,7 +17,7 @@ from delivered.engine import Sinks
 from delivered.engine.context import open_shared_ledger
 from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import DEAD_LETTERS, DEAD_RECORDS, Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.work import Account, Decision
 
@@ -417,6 +418,18 @@ def read_ledger(
             "the pipeline makes them visible. Its records count as in progress."
         )
     return account
+
+
+def count_retried(sinks: Sinks, scope: Scope) -> int:
+    """Rows that retries of dead letters wrote to a sink, by their ledgers."""
+    (member,) = (m for m in sinks.members if m.name == scope.sink)
+    every = Sinks.of([(m.name, m.sink, m.route) for m in sinks.members if not m.dead_letters])
+    count = 0
+    for group, suffix in ((Sinks.one(member.sink, member.name), DEAD_LETTERS), (every, DEAD_RECORDS)):
+        with closing(open_shared_ledger(group, replace(scope, sink=group.decider.name).retries(suffix))) as ledger:
+            last = ledger.look().last
+        count += 0 if last is None else last.projected(scope.sink).total.count
+    return count
 
 
 def _describe(transaction: OpenTransaction) -> str:

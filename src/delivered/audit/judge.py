@@ -180,7 +180,7 @@ def judge(report: AuditReport, *, versions_known: bool) -> AuditReport:
             )
             return replace(report, judged=False, unknowns=(*report.unknowns, unknown))
     unexplained = counts.unexpected - report.undeleted
-    if not unexplained or report.all_own:
+    if not unexplained or report.all_own or Damage.UNEXPECTED in report.uncertain:
         return report
     unknown = (
         f"{unexplained:,} records match nothing that was sent, and the ledger does not account for them: possibly "
@@ -275,6 +275,19 @@ def account_for_dead_letters(report: AuditReport, dead_letters: int) -> AuditRep
         "to it; `delivered dead-letters list --all` shows which ones were not retried"
     )
     return replace(report, uncertain=(*report.uncertain, Damage.LOST), unknowns=(*report.unknowns, why))
+
+
+def account_for_retries(report: AuditReport, retried: int) -> AuditReport:
+    """The report on a sink with rows of dead letters that were retried, which the transform of today, or of their
+    batch, does not yield. Their fingerprints are those of other ledgers.
+
+    Args:
+        retried: rows that retries wrote to the sink.
+    """
+    if report.counts.unexpected > retried:
+        return report
+    why = f"the unexpected records may be dead letters: retries wrote {retried:,} to the sink, by their ledgers"
+    return replace(report, uncertain=(*report.uncertain, Damage.UNEXPECTED), unknowns=(*report.unknowns, why))
 
 
 def account_for_dedup(report: AuditReport, dedup: Dedup, counts: DedupCounts) -> AuditReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,9 @@ def fitted_name(text: str, length: int = NAME_LENGTH_MAX, instead: str = "_") ->
     return f"{plain[: length - len(digest) - 1]}-{digest}"
 
 
+DEAD_LETTERS, DEAD_RECORDS = ".dead-letters", ".dead-records"
+
+
 @dataclass(frozen=True)
 class Scope:
     """The scope of a ledger: one sink of one pipeline, in one incarnation.
@@ -68,6 +72,16 @@ class Scope:
         checked_name("pipeline", self.pipeline)
         checked_name("sink", self.sink)
         checked_name("incarnation", self.incarnation)
+
+    def retries(self, suffix: str) -> Scope:
+        """Of the batches that retry its dead letters.
+
+        Args:
+            suffix: `DEAD_LETTERS`; `DEAD_RECORDS`: of those that were records of the source.
+        """
+        # Another incarnation than the pipeline's, which would look like a renamed pipeline.
+        own = uuid.uuid5(uuid.NAMESPACE_OID, self.incarnation).hex
+        return Scope(derived_name(self.pipeline, suffix), self.sink, own)
 
     @property
     def prefix(self) -> str:

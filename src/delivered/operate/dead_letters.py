@@ -41,7 +41,7 @@ from delivered.engine.runner import Runner
 from delivered.engine.shard import find_reasons, validate, write_shard
 from delivered.engine.transform import ArrowTransform, run_isolated
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, UsageError
-from delivered.model.identity import Scope, derived_name
+from delivered.model.identity import DEAD_LETTERS, DEAD_RECORDS, Scope
 from delivered.model.limits import DEAD_LETTERS_BATCH_MAX, DEAD_LETTERS_MAX
 from delivered.model.rows import Origin, Rows, from_json_texts, reason_of
 from delivered.model.step import Moment, StepId, reach
@@ -50,8 +50,6 @@ from delivered.pipeline.definition import Definition
 from delivered.pipeline.spec import NO_INCARNATION
 
 _FOLDER = "delivered/dead-letters"
-_SUFFIX = ".dead-letters"
-_RECORDS_SUFFIX = ".dead-records"
 _OFFSETS = "deadLetters"
 KINDS = (Origin.SOURCE, Origin.TRANSFORM)
 _REPLAY = "run `delivered replay` for the time of its record, or drop it"
@@ -263,16 +261,15 @@ class DeadLetterQueue:
         folder: of its files.
     """
 
-    def __init__(self, pipeline: Definition, name: str, sink: Sink, incarnation: str, *, suffix: str = _SUFFIX) -> None:
+    def __init__(
+        self, pipeline: Definition, name: str, sink: Sink, incarnation: str, *, suffix: str = DEAD_LETTERS
+    ) -> None:
         self.sink_name = self.label = self.folder = name
         self._pipeline = pipeline
         self._sink = sink
         self._sinks = Sinks.one(sink, name)
         self._origin = Scope(pipeline.name, name, incarnation)
-        # Another one than the pipeline's, which would look like a renamed pipeline.
-        own = uuid.uuid5(uuid.NAMESPACE_OID, incarnation).hex
-        self._scope = Scope(derived_name(pipeline.name, suffix), name, own)
-        self._of_records = Scope(derived_name(pipeline.name, _RECORDS_SUFFIX), name, own)
+        self._scope, self._of_records = self._origin.retries(suffix), self._origin.retries(DEAD_RECORDS)
 
     def kept(self) -> list[DeadLetter] | None:
         """Those that the sink's database keeps for the pipeline and for its retries; None: it keeps none."""
@@ -280,7 +277,7 @@ class DeadLetterQueue:
             return None
         letters = []
         # `again` is a part of the ids that settled ones are stored by.
-        for scope, again in ((self._origin, False), (self._scope, True), (self._of_records, _RECORDS_SUFFIX)):
+        for scope, again in ((self._origin, False), (self._scope, True), (self._of_records, DEAD_RECORDS)):
             with closing(self._sink.committer(scope)) as committer:
                 same: Counter[str] = Counter()
                 for row in committer.dead_letters():
@@ -464,7 +461,7 @@ class RecordQueue(DeadLetterQueue):
     def __init__(self, pipeline: Definition, incarnation: str) -> None:
         ends = zip(pipeline.sink_names, pipeline.sinks, strict=True)
         sinks = Sinks.of([(name, e.sink(), e.projection.route) for name, e in ends])
-        super().__init__(pipeline, sinks.decider.name, sinks.decider.sink, incarnation, suffix=_RECORDS_SUFFIX)
+        super().__init__(pipeline, sinks.decider.name, sinks.decider.sink, incarnation, suffix=DEAD_RECORDS)
         self._sinks = sinks
         self.label, self.folder = ", ".join(pipeline.sink_names), "(records)"
         self._rows_by_id: dict[str, pa.RecordBatch] = {}
