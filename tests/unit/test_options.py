@@ -13,6 +13,7 @@ from tests.support.memory import CONNECTOR as MEMORY
 
 import delivered
 from delivered.contract.connector import Connector, Factory
+from delivered.kits.schemas import FormatOptions
 from delivered.model.errors import DeliveredError, UsageError, redacted
 from delivered.model.options import Options, OptionTable, integer, option, resolve_secret
 from delivered.pipeline.endpoint import Endpoint
@@ -248,3 +249,43 @@ def test_kafka_has_one_list_of_servers() -> None:
     delivered.kafka("h:1", topic="t", **{"kafka.bootstrap.servers": "h:1"})
     with pytest.raises(UsageError, match="the same option"):
         delivered.kafka("h:1", topic="t", **{"kafka.Bootstrap.servers": "other:1"})
+
+
+def test_a_blank_is_no_value_where_it_would_weaken_something() -> None:
+    """As of a variable that a template did not have: every row would be newer, every authority trusted."""
+    known: Any = connectors()
+    upsert = {"mode": "upsert", "keyColumns": "id"}
+    tls = {"rabbitmq": "amqps://h", "activemq": "stomp+ssl://h", "pulsar": "pulsar+ssl://h"}
+    kafka = {"kafka.security.protocol": "SSL"}
+    blanks: list[tuple[str, dict[str, str], str]] = [
+        *(("sqlite", upsert, n) for n in ("versionColumn", "deleteColumn")),
+        *(("delta", upsert, n) for n in ("versionColumn", "deleteColumn")),
+        ("postgres", {**upsert, "versionColumn": "v"}, "expectedVersion"),
+        *(
+            (s, {"url": url, "ledger": "/l", "queue": "q", "exchange": "e"}, "tlsTrustCertsFile")
+            for s, url in tls.items()
+        ),
+        ("rocketmq", {"tls": "true", "ledger": "/l"}, "tlsTrustCertsFile"),
+        *(("kafka", kafka, f"kafka.ssl.{n}.location") for n in ("ca", "truststore", "certificate")),
+        ("kafka", {"value.format": "avro", "schema.registry.url": "https://r"}, "schema.registry.ssl.ca.location"),
+    ]
+    for system, given, name in blanks:
+        options = known[system].sinks.options
+        names = {o.name for o in options.TABLE.options}
+        fitting = {**least(options.TABLE), **{k: v for k, v in given.items() if k in names or "." in k}}
+        extra = {"kafka.ssl.truststore.type": "PEM"} if "truststore" in name else {}
+        options.parse({**fitting, **extra})
+        for blank in ("", " "):
+            with pytest.raises(UsageError, match=f"{name}' is empty"):
+                complete = {**fitting, **extra, name: blank}
+                options.parse(complete)
+                FormatOptions.read("owner", complete)
+
+
+def test_certificates_for_a_registry_without_tls_are_refused() -> None:
+    given = {"value.format": "avro", "schema.registry.ssl.ca.location": "/ca.pem"}
+    FormatOptions.read("owner", {**given, "schema.registry.url": "http://a,https://b"})
+    with pytest.raises(UsageError, match="nothing uses TLS"):
+        FormatOptions.read("owner", {**given, "schema.registry.url": "http://a"})
+    token = {"schema.registry.bearer.auth.token": "env:T", "schema.registry.url": "http://r.example"}
+    assert FormatOptions.read("owner", {"value.format": "avro", **token}).in_clear

@@ -138,8 +138,11 @@ def parse_mode(owner: str, values: Mapping[str, str], modes: Sequence[str]) -> W
     keys = tuple(k.strip() for k in values.get("keyColumns", "").split(",") if k.strip())
     if not keys:
         raise UsageError("OPTION_MISSING.KEY_COLUMNS", owner=owner, mode=mode)
-    version, delete = (values.get(n, "").strip() or None for n in ("versionColumn", "deleteColumn"))
-    expected = values.get("expectedVersion", "").strip() or None
+    for name in ("versionColumn", "deleteColumn", "expectedVersion"):  # blank, every row would count as newer
+        if not values.get(name, name).strip():
+            raise UsageError("OPTION_VALUE.BLANK", owner=owner, name=name, call=f'.option("{name}", "...")')
+    version, delete = (values[n].strip() if n in values else None for n in ("versionColumn", "deleteColumn"))
+    expected = values["expectedVersion"].strip() if "expectedVersion" in values else None
     columns = [*keys, *(n for n in (version, delete, expected) if n is not None)]
     twice = next((n for n in columns if columns.count(n) > 1), None)
     if twice is not None:
@@ -297,6 +300,10 @@ def refuse_rest(parts: SplitResult, parameters: Collection[str] = (), names_max:
         raise Unfit.build("OPTION_VALUE.URL_REST", rest=rest[0])
 
 
+_FILE = OptionType(not_blank)
+"""Blank, it would stand for the system's certificates."""
+
+
 def broker_url(
     schemes: Sequence[str],
     example: str,
@@ -432,13 +439,21 @@ class TlsOptions(Options):
     """
 
     trusted: str | None = option(
-        TRUSTED, "PEM file with trusted certificates, for TLS.", default=None, shown="the system's trust store"
+        TRUSTED, "PEM file with trusted certificates, for TLS.", _FILE, default=None, shown="the system's trust store"
     )
     certificate: str | None = option(
-        "tlsCertificateFile", "PEM file with the client's certificate, for mutual TLS.", default=None, shown="none"
+        "tlsCertificateFile",
+        "PEM file with the client's certificate, for mutual TLS.",
+        _FILE,
+        default=None,
+        shown="none",
     )
     key: str | None = option(
-        "tlsKeyFile", "PEM file with the key of tlsCertificateFile, without a password.", default=None, shown="none"
+        "tlsKeyFile",
+        "PEM file with the key of tlsCertificateFile, without a password.",
+        _FILE,
+        default=None,
+        shown="none",
     )
 
     def check_tls(self, owner: str, used: bool, url: str) -> None:

@@ -52,14 +52,16 @@ class AuditEntry(BaseModel):
     model_config = _STRICT
 
     id: str | None = Field(
-        None, description="SQL over the sink's columns that identifies a record. Default: all columns."
+        None, min_length=1, description="SQL over the sink's columns that identifies a record. Default: all columns."
     )
     key: str | None = Field(
         None,
+        min_length=1,
         description="SQL over the sink's columns; records of one key are ordered. Default: key, if present.",
     )
     own: str | None = Field(
         None,
+        min_length=1,
         description="SQL over the sink's columns, true for this pipeline's records, if others write to the sink too; "
         "'true': nobody else does.",
     )
@@ -111,7 +113,7 @@ class DedupEntry(BaseModel):
         description='"1 hour": a record whose time is at most this long after its key\'s first one is dropped.',
         examples=["1 hour"],
     )
-    time: str = Field("timestamp", description="SQL over the source's columns, a timestamp.")
+    time: str = Field("timestamp", min_length=1, description="SQL over the source's columns, a timestamp.")
     late: Literal["refuse", "drop"] = Field(
         "refuse",
         description="drop: accept that a record older than the newest one by more than `within` is dropped, even if it "

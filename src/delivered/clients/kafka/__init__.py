@@ -369,6 +369,15 @@ _TLS_FILES = (
 )
 
 
+def _file(text: str) -> str:
+    if not text.strip():  # it would stand for the system's certificates
+        raise Unfit.build("OPTION_VALUE.EMPTY")
+    return text
+
+
+_WORDS |= dict.fromkeys(_TLS_FILES, OptionType(_file))
+
+
 def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, str]) -> None:
     """Reject options that the connector sets itself or that only a Java client supports.
 

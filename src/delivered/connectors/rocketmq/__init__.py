@@ -6,9 +6,9 @@ With messageType=transaction, which exactly_once needs, the sink connects to the
 from __future__ import annotations
 
 from delivered.contract.connector import Connector, Factory
-from delivered.kits.options import external_ledger, message_id_columns, queue_sink_name
+from delivered.kits.options import external_ledger, message_id_columns, not_blank, queue_sink_name
 from delivered.model.errors import UsageError
-from delivered.model.options import FLAG, TEXT, Options, OptionType, choice, integer, option, parse_address
+from delivered.model.options import FLAG, Options, OptionType, choice, integer, option, parse_address
 from delivered.receiver import ReceiveOptions
 
 PREFETCH = 10_000
@@ -47,7 +47,11 @@ class Place(Options):
     secret_key: str | None = option("secretKey", "Secret key of the user.", default=None, secret=True)
     tls: bool = option("tls", "Use TLS; certificates and host names are verified.", FLAG, default=False)
     trusted: str | None = option(
-        "tlsTrustCertsFile", "PEM file with trusted certificates.", TEXT, default=None, shown="gRPC's built-in ones"
+        "tlsTrustCertsFile",
+        "PEM file with trusted certificates.",
+        OptionType(not_blank),
+        default=None,
+        shown="gRPC's built-in ones",
     )
 
     def check(self, owner: str) -> None:

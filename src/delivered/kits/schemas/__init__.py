@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from delivered.kits.options import password_in_url
+from delivered.kits.options import not_blank, password_in_url
 from delivered.model.errors import UsageError
 from delivered.model.options import (
     Option,
@@ -178,6 +178,8 @@ def _side(column: str, owner: str, values: Mapping[str, str]) -> Side:
 def _settings(owner: str, values: Mapping[str, str]) -> dict[str, str]:
     if URL in values:
         _URL.parse(owner, URL, values[URL])
+    if TRUSTED in values:
+        OptionType(not_blank).parse(owner, TRUSTED, values[TRUSTED])
     return {k.removeprefix(PREFIX): v for k, v in values.items() if k.startswith(PREFIX)}
 
 
@@ -200,6 +202,7 @@ class FormatOptions(Options):
         Option(
             TRUSTED,
             "PEM file with trusted certificates, for https; it must exist on the driver and on every executor.",
+            type=OptionType(not_blank),
             example="/etc/ssl/registry-ca.pem",
         ),
         passthrough=(PREFIX,),
@@ -219,7 +222,7 @@ class FormatOptions(Options):
     def in_clear(self) -> tuple[str, ...]:
         hosts = [urlsplit(u) for u in self.registry.get("url", "").split(",")]
         far = next((u.hostname for u in hosts if u.scheme == "http" and not is_loopback(u.hostname)), None)
-        if far is None or LOGIN.removeprefix(PREFIX) not in self.registry:
+        if far is None or not any(name.startswith(("basic.auth.", "bearer.auth.")) for name in self.registry):
             return ()
         return (f"the login of the schema registry is sent in clear to {far}; write https://",)
 
@@ -232,5 +235,9 @@ class FormatOptions(Options):
                 column=self.sides[0].column,
                 format=self.sides[0].format,
             )
+        tls = next((name for name in self.registry if name.startswith("ssl.")), None)
+        if tls is not None and "https://" not in self.registry.get("url", "").lower():
+            name, url = PREFIX + tls, "https://host:8081"
+            raise UsageError("OPTION_CONFLICT.TLS_UNUSED", owner=owner, option=name, url=url)
         if self.registry and not self.sides:
             raise UsageError("OPTION_CONFLICT.REGISTRY_UNUSED", owner=owner, option=next(iter(self.registry)))
