@@ -530,6 +530,21 @@ def test_reading_back_in_many_pages_and_partitions(postgres: Postgres, monkeypat
     assert read(sink).sort_by("n").to_pylist() == batch.to_pylist()
 
 
+@pytest.mark.parametrize("more", [{}, {"batchColumn": "batch"}], ids=["pages", "batches"])
+def test_rows_of_tables_that_inherit_are_not_read_back(postgres: Postgres, more: dict[str, str]) -> None:
+    """An audit would take them for rows that nobody sent."""
+    table = postgres.table(None)
+    postgres.execute(f"CREATE TABLE {table} (n bigint, t text, batch bigint)")
+    sink, batch = postgres.sink(table, **more), pa.record_batch({"n": [1], "t": ["a"]})
+    write(sink, [batch])
+    before = sink.scan().position()
+    postgres.execute(f"CREATE TABLE {table}_more () INHERITS ({table})")
+    postgres.execute(f"INSERT INTO {table}_more VALUES (2, 'b', NULL)")
+    assert read(sink).select(["n", "t"]).to_pylist() == batch.to_pylist()
+    assert before is not None
+    assert [b for s in sink.scan().slices(before) for b in sink.scan().read(s) if b.num_rows] == []
+
+
 def test_idle_connection_that_the_server_closed_is_replaced(postgres: Postgres) -> None:
     rig = Rig(postgres.sink())
     context = rig.context()

@@ -195,7 +195,10 @@ SLICE_PAGES = 8_192
 
 @dataclass(frozen=True)
 class PostgresScan(TableScan):
-    """See `delivered.kits.sql.table.TableScan`. Rows must not be changed, deleted or moved (VACUUM FULL) meanwhile."""
+    """See `delivered.kits.sql.table.TableScan`. Rows must not be changed, deleted or moved (VACUUM FULL) meanwhile.
+
+    Without the rows of tables that inherit from it: no batch is written there.
+    """
 
     options: PostgresOptions
 
@@ -244,7 +247,7 @@ class PostgresScan(TableScan):
         pages = {r.name: r.pages for r in relations(connection, found[0])}
         total = sum(pages.values())
         return [
-            Slice({"relation": relation, "where": [*_pages(at, stop), *ends]}, partition=relation)
+            Slice({"relation": f"ONLY {relation}", "where": [*_pages(at, stop), *ends]}, partition=relation)
             for relation, pages_ in pages.items()
             for at, stop in steps(int(first.get(relation, 0)), pages_, SLICE_PAGES, total)
         ]
@@ -532,7 +535,7 @@ def _sum(
     where = f"NOT ({rows_behind(position)})"
     if pages is not None:
         where += f" AND ctid >= '({pages[0]},0)'::tid AND ctid < '({pages[1]},0)'::tid"
-    count, total = _one(connection, f"SELECT count(*), {hashes} FROM {relation} WHERE {where}")  # noqa: S608
+    count, total = _one(connection, f"SELECT count(*), {hashes} FROM ONLY {relation} WHERE {where}")  # noqa: S608
     return [count, total or ""]
 
 

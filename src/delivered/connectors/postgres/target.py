@@ -238,8 +238,8 @@ def numbered_table(
     found, column = find(connection, options), column or options.batch_column
     if found is None or column is None:
         return None
-    relation = str(found[0])
-    return NumberedTable(server, found[1], relation, options.table_text, relation, column, row_hashes, _alone)
+    relation, rows = str(found[0]), found[1] if found[2] == "p" else f"ONLY {found[1]}"
+    return NumberedTable(server, rows, relation, options.table_text, relation, column, row_hashes, _alone)
 
 
 def row_hashes(columns: Sequence[str]) -> str:
