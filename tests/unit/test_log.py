@@ -298,22 +298,47 @@ def test_log_put_back_to_an_older_copy_is_an_error(log: Path) -> None:
         source_at(log).driver().latest({"version": 9, "offsets": {"0": 11}}, None)
 
 
-def test_a_log_put_back_to_an_older_copy_that_grew_past_the_position(log: Path) -> None:
-    """P29: it is the same table, and offsets do not show it; the commit does, as long as Delta keeps it."""
+@pytest.mark.parametrize("how", ["copy", "version"])
+def test_a_log_put_back_to_an_older_state_that_grew_past_the_position(log: Path, how: str) -> None:
+    """P29: it is the same table, and offsets do not show it. The commit does, as long as Delta keeps it; the record
+    does after Delta's RESTORE, too, which keeps the commits that it undoes."""
     append(str(log), records(0, 10))
     shutil.copytree(log, log.with_name("copy"))
+    earlier = DeltaTable(str(log)).version()
     append(str(log), records(10, 10))
     driver = source_at(log).driver()
     end = driver.latest(driver.initial(), None)
     known = driver.landmarks(end)
     source_at(log).driver().check_landmarks(end, known)
-    log.rename(log.with_name("away"))
-    log.with_name("copy").rename(log)
+    if how == "copy":
+        log.rename(log.with_name("away"))
+        log.with_name("copy").rename(log)
+    else:
+        DeltaTable(str(log)).restore(earlier)
     append(str(log), records(20, 30))
     again = source_at(log).driver()
     assert again.latest(end, None)["offsets"] == {"0": 40}
-    with pytest.raises(InvariantBroken, match=r"DATA_LOST.*older copy"):
-        again.check_landmarks(end, known)
+    for one in (again, driver):
+        with pytest.raises(InvariantBroken, match=r"DATA_LOST.*older copy"):
+            one.check_landmarks(end, known)
+
+
+@pytest.mark.parametrize("how", ["compact", "z_order"])
+def test_landmarks_of_a_log_outlive_its_files_and_what_readers_no_longer_need(log: Path, how: str) -> None:
+    for first in (0, 10):
+        append(str(log), records(first, 10))
+    driver = source_at(log).driver()
+    end = driver.latest(driver.initial(), None)
+    known = driver.landmarks(end)
+    assert known.keys() == {"version", "0"}
+    rewrite(log, how)
+    append(str(log), records(20, 10))
+    assert driver.landmarks(end) == known
+    driver.check_landmarks(end, {"version": known["version"]})  # of an earlier release
+    DeltaTable(str(log)).delete("offset < 20")
+    rewrite(log, how)
+    assert driver.landmarks(end).keys() == {"version"}
+    driver.check_landmarks(end, known)
 
 
 def test_a_log_that_vanishes_while_it_is_read(log: Path) -> None:

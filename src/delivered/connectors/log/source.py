@@ -146,19 +146,22 @@ class LogDriver(SourceDriver):
         return Retained(missing, unknown="receivers delete what all logReaders have read")
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
-        """The commit with the newest record at the time."""
-        version = int(at.get("version", -1))
-        digest = layout.commit_digest(self._options.path, self._storage, version) if version >= 0 else None
-        return {} if digest is None else {"version": digest}
+        """The commit with the newest record at the time, and each partition's last record: Delta's RESTORE keeps the
+        commits that it undoes."""
+        path, storage, version = self._options.path, self._storage, int(at.get("version", -1))
+        digest = layout.commit_digest(path, storage, version) if version >= 0 else None
+        found, now = {} if digest is None else {"version": digest}, self._refresh()
+        for partition, end in _read(at).items():
+            files = now.overlapping(partition, end - 1, end)
+            if files and (digest := layout.record_digest(path, storage, files, end - 1)) is not None:
+                found[str(partition)] = digest
+        return found
 
     def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
-        now = self.landmarks(at).get("version")
-        if now is not None and known.get("version", now) != now:
-            self._refresh()
+        now = self.landmarks(at)
+        if any(known.get(name, digest) != digest for name, digest in now.items()):
             self._check_id(at)
-            raise InvariantBroken(
-                "DATA_LOST.LOG_RESTORED", path=self._options.path, version=at["version"], position=_read(at)
-            )
+            raise InvariantBroken("DATA_LOST.LOG_RESTORED", path=self._options.path, position=_read(at))
 
     def freeze(self) -> None:
         self._frozen = self._refresh()

@@ -204,6 +204,20 @@ def commit_digest(path: str, storage: Mapping[str, str], version: int) -> str | 
         return None
 
 
+def record_digest(path: str, storage: Mapping[str, str], files: Sequence[LogFile], offset: int) -> str | None:
+    """A record's key, offset and time, hashed: other records under its offset arrived later. None: it is not there.
+
+    Args:
+        files: of its partition.
+    """
+    reader = RangeReader(path, files[0].partition, offset, offset + 1, ["key", "offset", "timestamp"])
+    try:
+        rows = [row for batch in reader.read(filesystem(path, storage), files) for row in batch.to_pylist()]
+    except (FileNotFoundError, InvariantBroken):  # deleted
+        return None
+    return hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
+
+
 def sync_versions(path: str, first: int, last: int) -> None:
     """Make the commits first..last of a local table durable.
 
