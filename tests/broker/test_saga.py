@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.support.sweeps import sweep
 from delivered.model.errors import UsageError
 from delivered.patterns import saga
 from delivered.patterns.saga.definition import Event, Status
+from delivered.patterns.saga.log import ENTRIES, FORMATS, SAGAS
 from delivered_lab.verify import applications, sagas
 from delivered_lab.verify.ends import MOMENTS, Point, killed_everywhere
 from delivered_lab.verify.sagas import Shop, checkout, disagreements
@@ -95,6 +97,26 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
             server.execute(f"DELETE FROM {table}")
     yield made
     made.shop.close()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_workers_may_create_the_log_together(dialect: str, world: World) -> None:
+    """IF NOT EXISTS does not see a table that another transaction is creating, and fails over it."""
+    count = 4
+    with ThreadPoolExecutor(count) as pool:
+        for _ in range(5):
+            with contextlib.closing(applications.connect(dialect, world.url)) as connection:
+                for table in (SAGAS, ENTRIES, FORMATS):
+                    connection.cursor().execute(f"DROP TABLE {table}")
+                connection.commit()
+            together = threading.Barrier(count)
+
+            def create(_: int, together: threading.Barrier = together) -> None:
+                together.wait()
+                world.log.create()
+
+            assert [*pool.map(create, range(count))] == [None] * count
+            world.log.open().close()
 
 
 @pytest.mark.matrix

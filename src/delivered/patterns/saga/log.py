@@ -48,6 +48,12 @@ _TYPES = {
     "sqlite": ("TEXT", "TEXT", "TEXT", ""),
 }
 
+_CREATING = {
+    "postgres": "SELECT pg_advisory_xact_lock(1684368489)",
+    "mysql": "SELECT GET_LOCK('delivered saga log', 30)",
+}
+"""IF NOT EXISTS fails over what another process is creating. The lock ends with the transaction, or the connection;
+SQLite's transaction holds one."""
 _CANDIDATES = 16
 CLEANED_MAX = 500
 """Sagas that one call of `clean` deletes."""
@@ -197,6 +203,8 @@ class Log:
     def create(self) -> None:
         """Make the tables, unless they are there."""
         with contextlib.closing(OpenLog(self._connect())) as log, log.transaction() as caller:
+            if lock := _CREATING.get(caller.dialect):
+                caller.execute(lock)
             for statement in ddl(caller.dialect):
                 caller.execute(statement)
 
