@@ -63,6 +63,17 @@ def test_every_command_has_help_and_both_outputs(command: list[str]) -> None:
     assert "--output" in out
 
 
+def test_a_closed_stream_is_no_file_that_is_opened_next(tmp_path: Path) -> None:
+    """A database would be standard output, and receive what child processes print."""
+    code = (
+        "import os, subprocess, sys\nfor n in range(3):\n    os.close(n)\nimport delivered.cli.main\n"
+        "file = open(sys.argv[1], 'wb', buffering=0)\nsubprocess.run(['echo', 'printed'])\nfile.write(b'data')\n"
+        "print('printed', flush=True)\nprint('said', file=sys.stderr, flush=True)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "database")], check=True)
+    assert (tmp_path / "database").read_bytes() == b"data"
+
+
 def test_plan_as_text_and_json(example: Path) -> None:
     code, out, _ = call("plan", example, "--offline")
     assert code == 0

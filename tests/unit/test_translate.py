@@ -37,6 +37,41 @@ def test_a_second_query_on_one_checkpoint_is_named(said: str) -> None:
     assert "two checkpoints" in (found.next_step or "")
 
 
+@pytest.mark.parametrize(
+    ("said", "code", "next_step"),
+    [
+        (
+            "[JAVA_GATEWAY_EXITED] Java gateway process exited before sending its port number.",
+            "JVM_NOT_STARTED",
+            "delivered doctor",
+        ),
+        (
+            "[PYTHON_DATA_SOURCE_ERROR] Failed to create Python data source instance: Traceback (most recent call "
+            'last):\n  File "/spark/serializers.py", line 460, in loads\n    return cloudpickle.loads(obj)\n'
+            "ModuleNotFoundError: No module named 'delivered'\n SQLSTATE: 38000",
+            "WORKER_PYTHON",
+            "PYSPARK_PYTHON",
+        ),
+        (
+            "[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.9 than that in driver: 3.11, PySpark "
+            "cannot run with different minor versions.\nPlease check PYSPARK_PYTHON",
+            "WORKER_PYTHON",
+            "PYSPARK_PYTHON",
+        ),
+        (
+            "java.nio.file.InvalidPathException: Malformed input or input contains unmappable characters: /data/ché/cp",
+            "LOCALE_WITHOUT_PATH",
+            "LC_ALL=C.UTF-8",
+        ),
+    ],
+)
+def test_a_process_of_spark_that_cannot_work_is_named(said: str, code: str, next_step: str) -> None:
+    found = translated(RuntimeError(said))
+    assert found is not None
+    assert found.code == f"DELIVERED_{code}"
+    assert next_step in (found.next_step or "")
+
+
 def test_the_text_of_a_query_that_is_not_ours_stays_sparks() -> None:
     assert from_our_code(SECOND) is None
     ours = from_our_code(SECOND + OF_OURS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
@@ -146,6 +148,22 @@ class _Group(TyperGroup):
         super().format_commands(ctx, formatter)
         self.commands = loading
 
+
+def _open_standard_streams() -> None:
+    """Open those that are closed to /dev/null. The next file that is opened takes a free number: a database would be
+    standard output, and what a child process prints would be written into it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.set_inheritable(opened, True)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+_open_standard_streams()
 
 app = typer.Typer(
     cls=_Group,

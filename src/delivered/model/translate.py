@@ -38,6 +38,11 @@ _SECOND_QUERY = re.compile(
 _OF_OURS = re.compile(r"DataSource delivered_|delivered/spark/foreach\.py")
 """In the text of a failed query that writes to one of our sinks, by itself or in its foreachBatch."""
 _CAUSE = re.compile(r"^Caused by: (.*)$", re.MULTILINE)
+_NO_JVM = "[JAVA_GATEWAY_EXITED]"
+_NO_PACKAGE = re.compile(r"ModuleNotFoundError: No module named 'delivered(?:\.[\w.]+)?'")
+_OTHER_PYTHON = re.compile(r"\[PYTHON_VERSION_MISMATCH\] ([^\n]*?)(?: SQLSTATE|\n|$)")
+_NOT_IN_LOCALE = re.compile(r"input contains unmappable characters: ([^\n]*)")
+"""Java names files in the encoding of its process's locale, which in C and POSIX is ASCII."""
 _KNOWN_TYPES = {
     "OUTCOME_UNKNOWN": errors.OutcomeUnknown,
     "DECISION_UNKNOWN": errors.OutcomeUnknown,
@@ -54,7 +59,14 @@ def translated(error: BaseException) -> DeliveredError | None:
         return error
     text = _as_spark_says(error)
     # A damaged state file may end early, like a dead worker's connection.
-    return _ours(text) or missing_extra(text) or _second_query(text) or _state_unreadable(text) or _worker_died(text)
+    return (
+        _ours(text)
+        or missing_extra(text)
+        or _unfit_process(text)
+        or _second_query(text)
+        or _state_unreadable(text)
+        or _worker_died(text)
+    )
 
 
 def worker_death(error: BaseException) -> DeliveredError | None:
@@ -111,6 +123,18 @@ def _ours_part(text: str) -> str | None:
             return None
         trace = _TRACE.search(text, trace.end())
     return None
+
+
+def _unfit_process(text: str) -> DeliveredError | None:
+    """A process of Spark that cannot do its work as it was started."""
+    if _NO_JVM in text:
+        return DeliveredError("JVM_NOT_STARTED")
+    if _NO_PACKAGE.search(text):
+        return DeliveredError("WORKER_PYTHON.PACKAGE")
+    other, path = _OTHER_PYTHON.search(text), _NOT_IN_LOCALE.search(text)
+    if other is not None:
+        return DeliveredError("WORKER_PYTHON.VERSION", actual=other[1])
+    return None if path is None else DeliveredError("LOCALE_WITHOUT_PATH", path=path[1])
 
 
 def _state_unreadable(trace: str) -> DeliveredError | None:

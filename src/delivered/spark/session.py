@@ -118,9 +118,8 @@ def _register(spark: SparkSession, parent: SparkSession | None) -> None:
 
 
 def prepare_environment(python: str | None = None) -> None:
-    """Set JAVA_HOME and PYSPARK_PYTHON of this process if unset. Call before the JVM starts.
-
-    Without PYSPARK_PYTHON, Spark's workers would run the system's `python3`.
+    """Set what a JVM reads at its start: JAVA_HOME; PYSPARK_PYTHON if unset, as workers would run the system's Python;
+    UTF-8 in place of ASCII, in which Java replaces other characters of file names by question marks.
 
     Args:
         python: interpreter of the workers; default: this one.
@@ -131,6 +130,7 @@ def prepare_environment(python: str | None = None) -> None:
     os.environ["JAVA_HOME"] = str(java_home())
     os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", python or sys.executable)
+    os.environ.update({"LC_ALL": "C.UTF-8"} if os.environ.get("LC_ALL") in ("C", "POSIX") else {})
 
 
 def session(name: str = "delivered", master: str | None = None, conf: Mapping[str, str] | None = None) -> SparkSession:
