@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from delivered.cli.doctor import Check, Health, show
 from delivered.cli.main import app
+from delivered.entry import Pipeline
 from delivered.model.errors import without_passwords
 
 COMMANDS = [
@@ -140,6 +141,25 @@ def test_run_refuses_before_spark_starts(example: Path) -> None:
     assert code == 2
     assert "/nowhere/log" in err
     assert out == ""
+
+
+def test_a_receiver_fills_the_log_that_its_pipeline_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is started: the log's path is relative to the file."""
+    (tmp_path / "pipelines").mkdir()
+    file = tmp_path / "pipelines" / "orders.yaml"
+    file.write_text("""
+pipeline: orders
+guarantee: at_least_once
+checkpoint: checkpoint
+source: {format: rabbitmq, url: "amqp://127.0.0.1:1", queue: q, log: queue.log}
+sinks: [{format: sqlite, path: orders.db, table: orders}]
+""")
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "delivered.cli.main", "receive", "pipelines/orders.yaml", "--no-wait"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 3
+    assert f"into {file.parent}/queue.log" in ended.stderr
+    assert Pipeline.from_file(file).sources["source"].options["log"] == f"{file.parent}/queue.log"
 
 
 def test_init_does_not_overwrite(example: Path) -> None:

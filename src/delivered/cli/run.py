@@ -59,7 +59,7 @@ from delivered.model.patience import Outages, StoppedWaiting, patiently
 from delivered.model.rows import OnBadRow
 from delivered.model.step import LOG_FORMAT, WARNING_MARK, as_json, is_line_of_ours, work_for
 from delivered.model.translate import cause_of, translated
-from delivered.pipeline.file import load_file, parse_override
+from delivered.pipeline.file import endpoint_of, load_file, parse_override
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -212,7 +212,6 @@ def receive(
 ) -> None:
     """Receive a queue into the durable log of a pipeline's source until stopped: persist, then acknowledge."""
     from delivered.crash import install_from_environment
-    from delivered.pipeline.endpoint import Endpoint, as_text
     from delivered.pipeline.receive import queue_among, quiet_client
     from delivered.pipeline.receive import receive as run_receivers
 
@@ -221,9 +220,7 @@ def receive(
     quiet_client(warnings=False)
     show_warnings()
     queues = load_file(file, dict(map(parse_override, set_))).endpoints
-    endpoint = queue_among(
-        {n: Endpoint(e.format, {k: as_text(k, v) for k, v in (e.model_extra or {}).items()}) for n, e in queues.items()}
-    )
+    endpoint = queue_among({name: endpoint_of(entry, file.parent) for name, entry in queues.items()})
     stop = stop_on_signal()
     shown = _ReceiverProgress(output)
     started = time.monotonic()

@@ -39,9 +39,9 @@ from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.identity import SOURCE, Scope, by_source, derived_name
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, Failed, LedgerState, Ok, Unknown
-from delivered.pipeline.definition import AVAILABLE_NOW, Definition, endpoint_of
+from delivered.pipeline.definition import AVAILABLE_NOW, Definition
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.file import SinkEntry, load_yaml
+from delivered.pipeline.file import SinkEntry, endpoint_of, load_yaml
 from delivered.pipeline.registry import connector
 from delivered.pipeline.spec import NO_INCARNATION
 from delivered.source import backwards

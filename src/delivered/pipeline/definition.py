@@ -35,10 +35,10 @@ from delivered.pipeline.file import (
     DedupEntry,
     PipelineAuditEntry,
     PipelineFile,
-    SinkEntry,
-    SourceEntry,
     TransformEntry,
+    endpoint_of,
     load_file,
+    resolve_location,
 )
 from delivered.pipeline.registry import connector, connectors
 from delivered.pipeline.spec import PipelineSpec, SinkSpec
@@ -342,7 +342,7 @@ class Definition:
         return cls(
             name=file.pipeline,
             guarantee=file.guarantee,
-            checkpoint=_resolve_location(folder, file.checkpoint),
+            checkpoint=resolve_location(folder, file.checkpoint),
             sources={n: endpoint_of(s, folder) for n, s in file.endpoints.items()},
             sinks=[endpoint_of(s, folder) for s in file.sinks],
             dedup=_dedup_of(file.dedup),
@@ -473,26 +473,6 @@ def _on_bad_row(on_bad_row: str, dead_letter: Endpoint | None) -> OnBadRow:
     if dead_letter is not None and not _endpoint("dead_letter", dead_letter).projection.is_all:
         raise UsageError("DEAD_LETTER.PROJECTION")
     return policy
-
-
-def _resolve_location(folder: Path, location: str) -> str:
-    """A relative path in a file is relative to the file."""
-    plain = ":" not in location.split("/", 1)[0] and not location.startswith(("~", "$")) and location.strip()
-    return str((folder / location).absolute()) if plain else location
-
-
-_PATHS = ("path", "ledger", "log", "warehouse")
-"""Options that hold a path, or a URL."""
-
-
-def endpoint_of(entry: SourceEntry | SinkEntry, folder: Path) -> Endpoint:
-    options = {k: as_text(k, v) for k, v in (entry.__pydantic_extra__ or {}).items()}
-    for key in [k for k in options if k.lower() in _PATHS]:
-        options[key] = _resolve_location(folder, options[key])
-    if isinstance(entry, SourceEntry):
-        return Endpoint(entry.format, options)
-    audit = entry.audit.model_dump(exclude_none=True) if entry.audit else {}
-    return Endpoint(entry.format, options, entry.name, entry.projection, audit)
 
 
 def _dedup_of(entry: DedupEntry | None) -> Dedup | None:

@@ -21,7 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from delivered.model.errors import UsageError, did_you_mean, shown
 from delivered.model.identity import SOURCE
 from delivered.model.options import Option, OptionTable
-from delivered.pipeline.endpoint import SPARK_OWN, Projection, parse_projection
+from delivered.pipeline.endpoint import SPARK_OWN, Endpoint, Projection, parse_projection
+from delivered.pipeline.endpoint import as_text as option_text
 from delivered.pipeline.registry import connectors
 
 # What a pipeline file may contain: exactly this, as a pydantic model.
@@ -246,6 +247,27 @@ class PipelineFile(BaseModel):
     def endpoints(self) -> dict[str, SourceEntry]:
         """The sources by name."""
         return {SOURCE: self.source} if self.source is not None else dict(self.sources or {})
+
+
+def resolve_location(folder: Path, location: str) -> str:
+    """A relative path in a file is relative to the file."""
+    plain = ":" not in location.split("/", 1)[0] and not location.startswith(("~", "$")) and location.strip()
+    return str((folder / location).absolute()) if plain else location
+
+
+_PATHS = ("path", "ledger", "log", "warehouse")
+"""Options that hold a path, or a URL."""
+
+
+def endpoint_of(entry: SourceEntry | SinkEntry, folder: Path) -> Endpoint:
+    """What a file in `folder` declares."""
+    options = {k: option_text(k, v) for k, v in (entry.__pydantic_extra__ or {}).items()}
+    for key in [k for k in options if k.lower() in _PATHS]:
+        options[key] = resolve_location(folder, options[key])
+    if isinstance(entry, SourceEntry):
+        return Endpoint(entry.format, options)
+    audit = entry.audit.model_dump(exclude_none=True) if entry.audit else {}
+    return Endpoint(entry.format, options, entry.name, entry.projection, audit)
 
 
 # The JSON Schema of a pipeline file, from the model and the connectors' option tables.
