@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import delivered
 from delivered.engine.context import Context
 from delivered.model.capability import OnConflict
 from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.rows import from_json_texts
 from delivered_lab.verify.services import wait_for
 
 DATABASES = [n for n in STORES if n not in ("delta", "iceberg")]
@@ -258,3 +261,42 @@ def test_a_null_key_is_refused(store: Store) -> None:
     rig = Rig(store.sink(table=table(store), **INSERT))
     with pytest.raises(DeliveredError, match="KEY_NULL"):
         run(rig, 0, [[(None, 1, "x", None)]])  # type: ignore[list-item]
+
+
+_LETTER = {
+    "yes": (pa.bool_(), "boolean", True),
+    "whole": (pa.int64(), "bigint", -(1 << 63)),
+    "narrow": (pa.float32(), "real", 0.1),
+    "wide": (pa.float64(), "double precision", 1.7976931348623157e308),
+    "money": (pa.decimal128(38, 10), "decimal(38, 10)", Decimal("-1234567890123456789012345678.0000000010")),
+    "text": (pa.string(), "varchar(99)", " é\n\"{}'%s\\ "),
+    "doc": (pa.string(), "json", '{"n": 12345678901234567.890, "b": true}'),
+    "bytes": (pa.binary(), "blob", b"\x00\xff"),
+    "utf8": (pa.binary(), "blob", b'{"base64": "AA=="}'),
+    "day": (pa.date32(), "date", dt.date(1, 1, 1)),
+    "local": (pa.timestamp("us"), "timestamp", dt.datetime.fromisoformat("9999-12-31T23:59:59.999999")),
+    "at": (pa.timestamp("us", "UTC"), "timestamptz", dt.datetime(1, 1, 1, 0, 0, 0, 1, tzinfo=dt.UTC)),
+    "clock": (pa.time64("us"), "time", dt.time(23, 59, 59, 999_999)),
+}
+"""Column -> its type, in Arrow and SQL, and a value."""
+_LOCAL, _TEXTS = "datetime(6)", ("decimal(38, 10)", "date", "timestamp", "timestamptz")
+_SPELLED = {
+    "postgres": {"blob": "bytea"},
+    "mysql": {"real": "float", "timestamp": _LOCAL, "timestamptz": _LOCAL, "time": "time(6)", "json": "longtext"},
+    "sqlite": {**dict.fromkeys(_TEXTS, "text"), "time": "integer", "json": "text"},
+}
+
+
+def test_a_dead_letter_of_a_constraint_holds_the_row(store: Store) -> None:
+    """Of all types, as a retry takes it."""
+    name, spelled = f"c{next(_count)}", _SPELLED[store.connector.name]
+    columns = ", ".join(f"{n} {spelled.get(sql, sql)}" for n, (_, sql, _) in _LETTER.items())
+    store.execute(f"CREATE TABLE {name} (id bigint CHECK (id < 0), {columns})")
+    schema = pa.schema([("id", pa.int64()), *((n, kind) for n, (kind, _, _) in _LETTER.items())])
+    rows = pa.table(
+        {"id": [1, 2], **{n: pa.array([v, None], kind) for n, (kind, _, v) in _LETTER.items()}}, schema
+    ).to_batches()[0]
+    rig = Rig(store.sink(table=name, onConstraint="dead_letter"))
+    rig.run_rows(0, [rows])
+    found = [json.dumps(record) for *_, record in letters(store, rig)]
+    assert from_json_texts(found, schema).sort_by("id").to_pylist() == rows.to_pylist()

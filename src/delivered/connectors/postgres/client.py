@@ -1,6 +1,6 @@
 """Connections whose waits are watched, and translation of the server's errors. Imports psycopg.
 
-Dates and times that Python has not are read as numbers, and infinity as text: they are for dead letters and messages
+Dates and times that Python has not are read as numbers, infinity and JSON as text: they are for dead letters and messages
 (`model.rows.plain_rows`).
 """
 
@@ -40,6 +40,7 @@ with extra("postgres"):
     import psycopg
     from psycopg.pq import TransactionStatus
     from psycopg.types.datetime import DateLoader, TimestampLoader, TimestamptzLoader
+    from psycopg.types.string import TextLoader
 
 if TYPE_CHECKING:
     from psycopg.abc import AdaptContext, Loader
@@ -246,6 +247,7 @@ _LOADERS: dict[str, type[Loader]] = {
     "date": _loader(DateLoader, days),
     "timestamp": _loader(TimestampLoader, lambda text: micros(text, zoned=False)),
     "timestamptz": _loader(TimestamptzLoader, lambda text: micros(text, zoned=True)),
+    **dict.fromkeys(("json", "jsonb"), TextLoader),  # texts, as in the rows
 }
 
 
