@@ -1,7 +1,7 @@
 """Connections whose waits are watched, and translation of the server's errors. Imports psycopg.
 
-Dates and times that Python has not are read as numbers, infinity and JSON as text: they are for dead letters and messages
-(`model.rows.plain_rows`).
+Dates and times that Python has not are read as numbers, infinity and JSON as text: they are for dead letters and
+messages (`model.rows.plain_rows`).
 """
 
 from __future__ import annotations
