@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from typer.testing import CliRunner
 
 from delivered.audit.evidence import read_ledger
 from delivered.cli.main import app
+from delivered.model.errors import LedgerBehind
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.work import Account, Decision, Ok
+from delivered.model.work import Account, Decision, Ok, Tolerance
 
 
 @pytest.fixture(params=["postgres", "mysql"])
@@ -110,3 +112,27 @@ def test_one_that_is_not_open_is_an_error_that_says_where_to_look(file: Path) ->
     code, said = call("abort", str(file), "delivered.nobody")
     assert code == 2
     assert "DELIVERED_TRANSACTION_NOT_OPEN" in said
+
+
+def commit_by_hand(rig: Rig, gid: str) -> None:
+    committer = rig.sink.committer(rig.scope)
+    assert committer.end_by_id(gid, True) == Ok(None)
+    committer.close()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["some", "all"])
+def test_rows_that_somebody_committed_before_their_decision_are_not_doubled(rig: Rig, file: Path, first: bool) -> None:
+    rig.run(0)
+    rig.write(rig.plan(rig.context(), 1))  # and the driver dies
+    for one in listed(file)[: 1 if first else None]:
+        commit_by_hand(rig, one["id"])
+    visible = rig.visible()
+    with pytest.raises(LedgerBehind, match=r"Batch 1 .* shards \[0") as caught:
+        rig.run(1, rig.context("second"))
+    assert caught.value.code == "DELIVERED_BATCH_VISIBLE" and "startingOffsets" in (caught.value.next_step or "")
+    assert rig.visible() == visible and listed(file) == []
+    if not first:
+        assert visible == rig.expected(0, 1)
+    accepted = replace(rig.context("third"), tolerance=Tolerance(missing_ledger=True))
+    rig.run(1, accepted)
+    rig.run(2, rig.context("fourth"))

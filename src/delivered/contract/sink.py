@@ -137,6 +137,14 @@ class Committer(ABC):
         """Delete this incarnation's markers before `batch`, which are no longer needed. May be called again."""
         return
 
+    def visible_shards(self, batch: int) -> Sequence[int]:  # noqa: ARG002
+        """Shards of this incarnation whose rows of `batch` or a later one are visible, by evidence beside the rows.
+
+        Called at a start for a batch that the ledger does not have, after orphans were aborted: somebody committed
+        prepared transactions by hand, or the ledger is an older copy than the sink. Empty: none, or nobody can tell.
+        """
+        return ()
+
     def settle_ends(self, decided: Shards, earlier: Callable[[], Sequence[Prepared]]) -> Outcome[int]:  # noqa: ARG002
         """End transactions whose confirmed end their system lost in a crash: by evidence beside the rows, never by the
         system's word alone. Their rows stay hidden, and may get the outcome of a later one.

@@ -274,6 +274,11 @@ class Committers:
     def was_committed(self, work: Work, prepared: Prepared) -> bool:
         return self._named(work.scope.sink).was_committed(work, prepared)
 
+    def visible_shards(self, batch: int) -> dict[str, Sequence[int]]:
+        """By sink, those with any. See `delivered.contract.sink.Committer`."""
+        every = {sink: committer.visible_shards(batch) for sink, committer in self.by_name.items()}
+        return {sink: shards for sink, shards in every.items() if shards}
+
     def abort(self, prepared: Prepared) -> Outcome[None]:
         return self._named(prepared.sink).abort(prepared)
 

@@ -115,6 +115,7 @@ def plan_batch(
                 if state.last is not None and not state.followed:
                     confirm_logged(context, state.last)
                 _finish_earlier(context, _find_unfinished(state))
+                _refuse_visible(context, view)
             elif state.last is not None:
                 abort_late_orphans(context, state.last)
             begin = parts(guarantee).begin
@@ -220,6 +221,21 @@ def _finish_earlier(context: Context, earlier: Decision | None) -> None:
             incarnation=earlier.scope.incarnation,
             lost=sorted(lost),
             offsets=shown(earlier.offsets),
+        )
+
+
+def _refuse_visible(context: Context, view: CheckpointView) -> None:
+    """Raises LedgerBehind: rows of a batch that was never decided are visible; writing it would double them."""
+    if context.tolerance.missing_ledger or context.guarantee is Guarantee.AT_LEAST_ONCE:
+        return
+    for sink, shards in context.committers.visible_shards(view.batch).items():
+        raise LedgerBehind(
+            "BATCH_VISIBLE",
+            batch=view.batch,
+            incarnation=view.incarnation,
+            sink=sink,
+            shards=shards,
+            starting_offsets=starting_at(view.offsets),
         )
 
 

@@ -651,6 +651,18 @@ class ServerCommitter(Committer, Generic[C]):
         if self._options.write.conditional:
             self._ask(lambda c: fold_skipped(c, self._sql, self._scope, batch))
 
+    def visible_shards(self, batch: int) -> list[int]:
+        """By markers. See `delivered.contract.sink.Committer`."""
+
+        def question(connection: C) -> list[int]:
+            if self._server.version(connection) == 0:
+                return []
+            statement = self._sql(f"SELECT DISTINCT shard FROM {{marker}} WHERE {_BATCHES} >= :batch")
+            rows = connection.execute(statement, {**scope_values(self._scope), "batch": batch}).fetchall()
+            return sorted(int(shard) for (shard,) in rows)
+
+        return self._ask(question)
+
     def open_transactions(self) -> list[OpenTransaction]:
         """Every prepared transaction of this pipeline and sink, of any incarnation, oldest first.
 
