@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from tests.support.orders import COPY, DELETE, FOREIGN, ROWS, Keys, Orders, clean, half, states
 from tests.support.sweeps import sweep
@@ -142,6 +143,19 @@ def test_rows_of_dead_letters_are_neither_lost_nor_copies(tmp_path: Path, again:
     else:
         assert (full.verdict, full.counts.lost) == (Verdict.UNKNOWN, 1)
         assert "the lost records may be dead letters" in full.unknowns[0]
+
+
+def _without_five(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return batch.filter(pc.not_equal(batch["value"], b"5"))
+
+
+def test_what_source_and_sink_no_longer_hold_is_not_held(orders: Orders) -> None:
+    orders.run()
+    orders.sql(DELETE.format(5))
+    orders.transform = _without_five
+    report = orders.audit()
+    assert (report.verdict, report.counts) == (Verdict.UNKNOWN, clean(ROWS - 1))
+    assert "handed 1 more records to the sink" in report.unknowns[0]
 
 
 def _numbers(batch: pa.RecordBatch) -> pa.RecordBatch:

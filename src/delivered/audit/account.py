@@ -39,6 +39,7 @@ from delivered.audit.judge import (
     account_for_dedup,
     account_for_earlier,
     account_for_late,
+    account_for_removed,
     account_for_retries,
     account_for_skipped,
     account_for_upserts,
@@ -74,6 +75,7 @@ from delivered.audit.sealing import Seals, find_cut, read_account
 from delivered.checkpoint import batch_metadata, read_view
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets, Slice
+from delivered.model.capability import APPEND
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.identity import Scope, batches_text
 from delivered.model.step import Moment, StepId, reach
@@ -321,6 +323,8 @@ def _compare(
         report = replace(report, keys=KeyCheck.of_counts(request.keys, report.counts, findings.selected))
     if mode.conditional:
         report = account_for_skipped(report, mode, ledger)
+    if mode == APPEND and request.keys is None:
+        report = account_for_removed(report)
     report = account_for_dead_letters(report, ledger.dead_letters)
     if report.counts.unexpected and ledger.dead_letters and request.decided_by is not None:
         report = account_for_retries(report, count_retried(request.decided_by, scope))

@@ -290,6 +290,21 @@ def account_for_retries(report: AuditReport, retried: int) -> AuditReport:
     return replace(report, uncertain=(*report.uncertain, Damage.UNEXPECTED), unknowns=(*report.unknowns, why))
 
 
+def account_for_removed(report: AuditReport) -> AuditReport:
+    """The report on a sink to which rows are added, if neither it nor the source has all that the ledger counts."""
+    counts, prints = report.counts, report.fingerprints
+    if counts.damaged or counts.earlier or prints is None or prints.ledger is None:
+        return report
+    removed = prints.ledger.count - prints.sent.count
+    if removed <= 0:
+        return report
+    why = (
+        f"the batches handed {removed:,} more records to the sink, by the ledger, than it and the source hold now: "
+        "they were removed from both, or the ledger was edited"
+    )
+    return replace(report, unknowns=(*report.unknowns, why))
+
+
 def account_for_dedup(report: AuditReport, dedup: Dedup, counts: DedupCounts) -> AuditReport:
     """The report on a pipeline that drops the source's duplicates."""
     notes = [
