@@ -158,6 +158,22 @@ def test_what_source_and_sink_no_longer_hold_is_not_held(orders: Orders) -> None
     assert "handed 1 more records to the sink" in report.unknowns[0]
 
 
+def test_a_batch_that_gave_up_records_excuses_no_loss_of_another(tmp_path: Path) -> None:
+    """Of what it gave up, half is there."""
+    orders = Orders(tmp_path, guarantee="at_most_once")
+    orders.send()
+    with pytest.raises(RuntimeError):
+        deliver(orders.pipeline(), half)
+    deliver(orders.pipeline())
+    orders.run()
+    held = orders.audit(full=True)
+    assert (held.verdict, held.given_up > held.counts.lost > 0) == (Verdict.HELD, True), held
+    orders.sql(DELETE.format(25))
+    report = orders.audit(full=True)
+    assert report.given_up > report.counts.lost
+    assert report.breaches == ["1 of the lost records are of batches that gave up none"]
+
+
 def _numbers(batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([batch.column("value").cast(pa.string()).cast(pa.int64())], names=["n"])
 

@@ -90,6 +90,7 @@ _OTHER_TRANSFORM = "they ran with another transform and cannot be recomputed wit
 _START_WRONG = "the checkpoint sidecar records another start than that of its batch 0"
 
 Progress = Callable[[str], None]
+_Spans = list[tuple[Positions, Positions]]
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,14 @@ def _compare(
                 until_seal = base.sink_read or base.sink_end
                 findings = comparison.compare(replace(ranges, sealed=scan.slices(None, until_seal)))
                 late = findings.result.counts.in_progress - first.in_progress
+        unexcused = 0
+        if request.guarantee.may_lose and mode == APPEND and earlier is None and expired is None:
+            gave_up, complete = _by_given_up(ledger, at, before, account_at)
+            if findings.result.counts.lost and gave_up and complete and request.dedup is None:
+                say("comparing the batches that gave up nothing")
+                optional = [*ranges.optional, *gave_up]
+                unexcused = comparison.compare(replace(ranges, must=complete, optional=optional)).result.counts.lost
+                unexcused = max(0, unexcused - ledger.dead_letters)
     if findings.excluded:
         unsure = unsure or (
             f"{request.own!r} is not true for {findings.excluded:,} records that this pipeline sent: it does not "
@@ -304,7 +313,7 @@ def _compare(
     result = findings.result
     handed_before = start.account if expired is None else expired.account
     report = report_of_result(request, ledger, read, view.batch, result, findings.ordered, handed_before)
-    report = replace(report, own=request.own or "", foreign=foreign, undeleted=findings.undeleted)
+    report = replace(report, own=request.own or "", foreign=foreign, undeleted=findings.undeleted, unexcused=unexcused)
     if earlier is not None:
         report = replace(report, given_up=report.given_up - earlier.given_up.count)
         report = account_for_earlier(report, earlier, request.sink.capability().adds_columns)
@@ -492,6 +501,22 @@ def _readable_before(
     until_base = [(batch, end) for batch, end in ends if batch <= base.last]
     last, end = first_readable((-1, sources.first), until_base, sources.is_readable)
     return clip(until(sealed, base.last, parsed(base.end)), last, end, Account())
+
+
+def _by_given_up(ledger: LedgerAccount, after: int, start: Positions, account: Account) -> tuple[_Spans, _Spans]:
+    """The source ranges of batches that gave up records, and of those that gave up none.
+
+    Args:
+        after, start, account: the batch before them, where it ends in the source, and the ledger's totals after it.
+    """
+    gave_up: list[BatchRange] = []
+    others: list[BatchRange] = []
+    for (batch, text), total in zip(ledger.ends, ledger.history.accounts, strict=False):
+        if batch > after:
+            end, gives_up = parsed(text), total.given_up.count > account.given_up.count
+            (gave_up if gives_up else others).append(BatchRange(batch, batch, start, end))
+            start, account = end, total
+    return join_adjacent(gave_up), join_adjacent(others)
 
 
 def _may_lack(request: AuditRequest, start: Start, base: Seal) -> bool:

@@ -116,6 +116,7 @@ class AuditReport:
         own: SQL that identifies this pipeline's records; empty: not declared.
         foreign: records for which it is not true; they are not counted.
         undeleted: of the unexpected records, those whose keys this pipeline deleted: they are its own.
+        unexcused: lost records of batches that gave up none (at_most_once).
         late: records of sealed batches that came after their seal; they are among `counts.earlier`.
         notes: what a reader of the report should know; none of it changes the verdict.
         id_says: what identifies records in this audit.
@@ -145,6 +146,7 @@ class AuditReport:
     own: str = ""
     foreign: int = 0
     undeleted: int = 0
+    unexcused: int = 0
     late: int = 0
     notes: tuple[str, ...] = ()
     id_says: str = "all columns"
@@ -172,6 +174,8 @@ class AuditReport:
         counts = self.counts if self.all_own else replace(self.counts, unexpected=0)
         counts = replace(counts, **{damage.value: 0 for damage in self.uncertain})
         violations = breaches(self.guarantee, counts, self.given_up)
+        if self.unexcused and 0 < counts.lost <= self.given_up:
+            violations.append(f"{self.unexcused} of the lost records are of batches that gave up none")
         if self.undeleted:
             violations.append(f"{self.undeleted} deleted keys are still in the sink")
         return [*violations, *self.earlier_breaches]
