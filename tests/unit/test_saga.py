@@ -19,7 +19,7 @@ from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.patterns.caller import Caller
 from delivered.patterns.saga import NO_UNDO, Call, Done, Log, Rejected, Saga, Status, Step, Verb, begin, ddl, run
 from delivered.patterns.saga.definition import Entry, Event, next_of
-from delivered.patterns.saga.log import check_tables
+from delivered.patterns.saga.log import SAGAS, check_tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,6 +162,32 @@ def test_a_worker_takes_only_sagas_with_its_steps(log: Log) -> None:
     begun(log, SAGA)
     assert run(log, Saga("s", [step("other")])) == {}
     assert run(log, SAGA, threads=3) == {Status.COMPLETE: 1}
+
+
+def test_a_file_that_takes_the_logs_place_is_worked_on(log: Log) -> None:
+    """As a restore does. A worker would go on in the old file, which nobody else sees; in WAL mode, SQLite lets it."""
+    file = Path(str(log.where))
+    with contextlib.closing(sqlite3.connect(file)) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+    calls: list[int] = []
+
+    def replace(call: Call) -> None:
+        calls.append(call.attempt)
+        if len(calls) == 1:
+            copy = file.with_name("copy.db")
+            with contextlib.closing(sqlite3.connect(file)) as here, contextlib.closing(sqlite3.connect(copy)) as there:
+                here.backup(there)
+                assert begin(there, made, id="2")
+                there.execute(f"UPDATE {SAGAS} SET due_ms = 0")  # no lease to wait for
+                there.commit()
+            for name in ("sagas.db-wal", "sagas.db-shm"):
+                file.with_name(name).unlink(missing_ok=True)
+            copy.replace(file)
+
+    made = Saga("s", [step("a", do=replace, takes_key=True)])
+    begun(log, made)
+    assert run(log, made) == {Status.COMPLETE: 2}
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("given", [{"id": ""}, {"id": "x" * 129}, {"id": 7}, {"id": "a\0"}, {"data": {1, 2}},

@@ -267,11 +267,24 @@ def _mysql(url: str, password: str | None) -> Any:
     )
 
 
+def _identify_file(connection: Any) -> tuple[int, int] | None:
+    """The file that the path of an SQLite connection leads to: the connection itself keeps a file that was replaced, as
+    by a restore, and never sees what others write to the new one. None: none."""
+    if not isinstance(connection, sqlite3.Connection):
+        return None
+    try:
+        found = Path(connection.execute("PRAGMA database_list").fetchone()[2]).stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 class OpenLog:
     """One connection to a saga log; used by one thread."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
+        self._file = _identify_file(connection)
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
@@ -280,6 +293,8 @@ class OpenLog:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Caller]:
         """Committed at the end, durably, or rolled back."""
+        if self._file != _identify_file(self._connection):
+            raise sqlite3.OperationalError("another file has taken the place of the saga log")
         if isinstance(self._connection, sqlite3.Connection):
             self._connection.execute("BEGIN IMMEDIATE")  # a lock requested later is refused instead of waited for
         try:
