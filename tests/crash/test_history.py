@@ -270,6 +270,20 @@ def test_stricter_guarantee_after_at_least_once_is_refused_or_gives_up(point: st
     assert (codes(sim), sim.lost()) == ([], 0)
 
 
+@pytest.mark.parametrize("before", [EXACTLY, MOST])
+@pytest.mark.parametrize("after", [EXACTLY, MOST])
+def test_at_least_once_between_two_stricter_guarantees_is_not_forgotten(before: Guarantee, after: Guarantee) -> None:
+    """Batch 0 is decided under `before`; batch 1 starts under at_least_once, and runs again under `after`."""
+    crashes = (Crash("recover.check:before", 2), Crash("write.flush:after", 1 if before is EXACTLY else 4))
+    sim = Sim(before, crashes=crashes)
+    order = deque([before, LEAST])
+    sim.on_start = lambda sim, _: setattr(sim, "guarantee", order.popleft() if order else after)
+    sim.run()
+    assert all(c.hit for c in sim.crashes)
+    assert set(codes(sim)) == ({"BATCH_BEGUN"} if after is EXACTLY else set())
+    assert sim.duplicated() == 0
+
+
 def test_batch_begun_under_at_most_once_is_refused_under_exactly_once() -> None:
     sim = Sim(MOST, crashes=(Crash("write.send:after"),))
     sim.on_start = lambda sim, start: setattr(sim, "guarantee", EXACTLY) if start else None

@@ -60,7 +60,7 @@ def plan_batch(
         3  recover.apply   finish the batch if it was decided; at the first batch of a new checkpoint, finish what an
                            earlier checkpoint decided
         4  recover.abort_orphans   abort undecided participants
-        5  batch.begin     at_most_once: from here on, records may be sent
+        5  batch.begin     without exactly_once: from here on, records may be sent
         6  add columns     to the targets, if the user wants that: prepared transactions that block it have ended
 
     A decided batch is finished under the guarantee of its decision, even if the pipeline's has changed.
@@ -119,7 +119,9 @@ def plan_batch(
             elif state.last is not None:
                 abort_late_orphans(context, state.last)
             begin = parts(guarantee).begin
-            if begin is not None and (state.last is None or guarantee is Guarantee.AT_MOST_ONCE):
+            # After a decision under at_least_once, `judge` takes every batch for a started one.
+            repeated = state.last is not None and state.last.guarantee is Guarantee.AT_LEAST_ONCE
+            if begin is not None and (guarantee is Guarantee.AT_MOST_ONCE or not repeated):
                 epoch = _begin(context, view, begin, state)
     if first:
         add_columns()

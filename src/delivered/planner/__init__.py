@@ -371,7 +371,7 @@ def _begin(request: Request) -> Steps:
         return [
             Step(
                 StepId.BATCH_BEGIN,
-                "a checkpoint's first batch is recorded as started",
+                "the first batch sent this way is recorded as started",
                 "nothing was sent; the batch runs again",
             )
         ]
