@@ -11,13 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyiceberg.exceptions import CommitStateUnknownException
-from tests.support.iceberg import before_commit, sink_at, staged_in, strays, theirs
+from pyiceberg.transforms import MonthTransform
+from tests.support.iceberg import NAME, before_commit, others, sink_at, staged_in, strays, theirs
 from tests.support.tables import SCOPE, UPSERT, claimed, days, decision, items
 
 from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.store import IcebergCommitter
 from delivered.model.capability import Guarantee
-from delivered.model.errors import BadRecord, UsageError
+from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.work import Failed, Ok, Unknown
 
 parse = IcebergOptions.parse
@@ -92,6 +93,33 @@ def test_overwrite_in_a_table_that_others_partition_by_a_double(tmp_path: Path) 
     assert found(tmp_path, "v") == [(1,), (1,), (1,)]
     with pytest.raises(BadRecord, match="column 'key': NaN as a partition"):
         staged_in(sink, pa.table({"key": [math.nan], "v": [1]}), 2)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"mode": "overwrite", "partitionBy": "v"}, {"mode": "upsert", "keyColumns": "v"}]
+)
+def test_a_partition_field_that_was_removed_in_format_version_1(tmp_path: Path, given: dict[str, str]) -> None:
+    """It stays in the spec, without effect, also after an upgrade."""
+    columns = pa.schema([("day", pa.date32()), ("v", pa.int64())])
+    sink_at(tmp_path).ready_target(columns)
+    others(tmp_path).drop_table(NAME)
+    table = others(tmp_path).create_table(NAME, columns, properties={"format-version": "1"})
+    with table.update_spec() as update:
+        update.add_field("day", MonthTransform(), "month")
+        update.add_identity("v")
+    with table.update_spec() as update:
+        update.remove_field("month")
+    with table.transaction() as change:
+        change.upgrade_table_version(2)
+    rows, sink = pa.table({"v": [1, 0]}), sink_at(tmp_path, **given)
+    mine = claimed(sink, rows)
+    for batch in range(2):
+        assert mine.decide(decision(batch, staged_in(sink, rows, batch))) == Ok(None)
+    assert found(tmp_path, "v") == sorted([(0,), (1,)] * (1 if given else 2))
+    with theirs(tmp_path).update_schema() as change:
+        change.delete_column("day")
+    with pytest.raises(Refused, match="the partition field month, whose column was dropped"):
+        sink.ready_target(rows.schema)
 
 
 def test_a_mode_that_cannot_be_had_is_refused_before_the_start(tmp_path: Path) -> None:

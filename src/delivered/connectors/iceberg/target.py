@@ -147,6 +147,8 @@ def _to_arrow(kind: Any) -> pa.DataType:
 
 # Partition values that the client cannot commit: it also writes them as text, with Python's dates.
 
+VOID = "void"
+"""What is left of a field that was removed from the spec of a table that had format version 1."""
 _AS_DATES = frozenset({"identity", "day", "hour"})
 _TRUNCATE = "truncate["
 
@@ -154,8 +156,8 @@ _TRUNCATE = "truncate["
 def partition_parts(table: Any) -> tuple[Part, ...]:
     """The table's partition spec. Nested columns have their path, which is no column of the rows."""
     schema = table.schema()
-    fields = ((schema.find_column_name(f.source_id), str(f.transform)) for f in table.spec().fields)
-    return tuple(Part(column, transform) for column, transform in fields)
+    fields = [f for f in table.spec().fields if str(f.transform) != VOID]
+    return tuple(Part(schema.find_column_name(f.source_id), str(f.transform)) for f in fields)
 
 
 def unstorable_parts(parts: Sequence[Part], batch: pa.RecordBatch) -> pa.Array | None:
@@ -259,12 +261,14 @@ def check_features(options: IcebergOptions, table: Any) -> None:
     if table.properties.get("write.wap.enabled", "false").lower() == "true":
         unsupported.append("write.wap.enabled: snapshots are published separately")
     unsupported += sorted(key for key in table.properties if key.startswith("encryption."))
+    dropped = (f.name for f in table.spec().fields if table.schema().find_column_name(f.source_id) is None)
+    unsupported += [f"the partition field {name}, whose column was dropped" for name in dropped]
     target.check_supported(options, unsupported)
 
 
 def compare(options: IcebergOptions, table: Any, schema: pa.Schema, *, adds: bool = False) -> list[pa.Field]:
     """See `delivered.kits.table.target.compare`. Also raises UsageError if the options have other partitions."""
-    spec = [(table.schema().find_column_name(f.source_id), str(f.transform)) for f in table.spec().fields]
+    spec = [(part.column, part.transform) for part in partition_parts(table)]
     wanted = None if options.partition_by is None else [(p.column, p.transform) for p in options.partition_by]
     if wanted not in (None, spec):
         raise UsageError(

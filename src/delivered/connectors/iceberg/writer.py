@@ -32,6 +32,7 @@ from pyiceberg.typedef import Record
 from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.client import TableChange, commit, data_path, require_table, store, writing
 from delivered.connectors.iceberg.target import (
+    VOID,
     TYPES,
     check_features,
     compare,
@@ -203,6 +204,9 @@ def parts(table: Any, batch: pa.RecordBatch, rows: pa.RecordBatch) -> list[tuple
         return [((), rows)]
     keys = []
     for field in spec.fields:
+        if str(field.transform) == VOID:
+            keys.append(pa.nulls(batch.num_rows))
+            continue
         source = schema.find_field(field.source_id)
         column = batch.column(schema.find_column_name(field.source_id))
         keys.append(_plain(field.transform.pyarrow_transform(source.field_type)(column)))
