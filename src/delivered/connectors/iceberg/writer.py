@@ -32,8 +32,8 @@ from pyiceberg.typedef import Record
 from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.client import TableChange, commit, data_path, require_table, store, writing
 from delivered.connectors.iceberg.target import (
-    VOID,
     TYPES,
+    VOID,
     check_features,
     compare,
     partition_parts,
