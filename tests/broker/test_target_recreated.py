@@ -78,6 +78,34 @@ def test_the_next_start_says_so_and_writes_nothing(request: pytest.FixtureReques
         assert time.monotonic() < deadline, (rig.visible(), rig.expected(2, 3))
 
 
+REBUILT = {
+    "sqlite": ("CREATE TABLE other (key BLOB, value BLOB)", "INSERT INTO other SELECT * FROM orders",
+               "DROP TABLE orders", "ALTER TABLE other RENAME TO orders"),
+    "mysql": ("ALTER TABLE {} COMMENT = 'rows of the shop'",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("system", REBUILT)
+def test_a_table_whose_id_a_migration_removed_is_not_called_dropped(
+    request: pytest.FixtureRequest, system: str, tmp_path: Path
+) -> None:
+    sink, _ = MADE[system](request)
+    rig: Any = Rig(sink)
+    rig.run(0)
+    if system == "sqlite":
+        with closing(sqlite3.connect(tmp_path / "sink.db")) as connection:
+            for statement in REBUILT[system]:
+                connection.execute(statement)
+            connection.commit()
+    else:
+        request.getfixturevalue(system).execute(REBUILT[system][0].format(rig.sink.options.table))
+    with pytest.raises(TargetChanged, match=r"a comment in its definition, which a migration may have removed"):
+        rig.plan(rig.context("second"), 1)
+    rig.run(1, replace(rig.context("third"), tolerance=Tolerance(new_target=True)))
+    rig.run(2, rig.context("fourth"))
+    assert rig.visible() == rig.expected(0, 1, 2)
+
+
 SPELLINGS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "sqlite": ({"path": "{}/real/s.db", "table": "t"}, {"path": "{}/link/s.db", "table": "T"}),
     "files": ({"path": "{}/real/rows"}, {"path": "{}/link/rows"}),

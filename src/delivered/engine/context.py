@@ -353,7 +353,12 @@ def check_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
     for sink, before in sorted(last.targets.items()):
         if sink in sinks and not (sink in now and same_target(before, now[sink])):
             written_to = before if _IN_WORDS.fullmatch(before) else f"a target with id {before}"
-            state = f"its target is now {now[sink]}" if sink in now else "no such target exists now"
+            state = (
+                f"its target is now {now[sink]}: it was dropped or recreated, and lacks what was delivered before"
+                if sink in now
+                else "none with that id is there now: it was dropped; or it is a table of SQLite or MySQL, whose id is "
+                "a comment in its definition, which a migration may have removed"
+            )
             raise TargetChanged(
                 "TARGET_CHANGED",
                 sink=sink,
