@@ -208,6 +208,14 @@ def test_a_table_without_the_column_is_refused_with_what_adds_it(server: Any, tm
     assert "columns were removed: batch" in changes.altered[0] and not changes.continues
 
 
+def test_a_ledger_whose_name_looks_like_a_value(server: Any) -> None:
+    options = {"ifNotExists": "true", "batchColumn": "batch", "ledgerSchema": "led%ger :x"}
+    sink = server.sink(server.table(None), **options)
+    assert not [f for f in sink.preflight(Guarantee.EXACTLY_ONCE) if f.refuses]
+    Rig(sink).run(0)
+    assert sink.scan().position()["batches"] == {"0": 0}
+
+
 def test_a_column_that_cannot_hold_the_batch(server: Any) -> None:
     binary = "bytea" if server.system == "postgres" else "longblob"
     key = "key" if server.system == "postgres" else "`key`"

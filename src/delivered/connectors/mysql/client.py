@@ -19,7 +19,7 @@ from typing import Any
 
 from delivered.connectors.mysql import MysqlOptions
 from delivered.kits.mysql import DENIED, LOGIN, LOST, Tls, address
-from delivered.kits.sql.database import Peer, create_statement, is_newest, quoted, watch
+from delivered.kits.sql.database import Peer, create_statement, is_newest, quoted, watch, with_values
 from delivered.kits.sql.sink import new_nonce
 from delivered.kits.sql.table import no_right_to_alter
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, Unreachable, UsageError, extra
@@ -449,11 +449,6 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 ALONE_S = 30
 _LOCK = "delivered.tables"
-
-
-def with_values(schema: str) -> str:
-    """The ledger's database, quoted for a statement with parameters."""
-    return quoted(schema).replace("%", "%%")
 
 
 def ledger_version(connection: Session, schema: str) -> int:

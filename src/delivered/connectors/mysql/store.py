@@ -42,12 +42,20 @@ from delivered.connectors.mysql.client import (
     ledger_version,
     migrate,
     register_session,
-    with_values,
 )
 from delivered.connectors.mysql.target import MysqlMerge, Target, find, read_definition
 from delivered.contract.sink import OpenTransaction
 from delivered.kits.mysql import DENIED
-from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Connection, Definition, Dialect, Server, quoted
+from delivered.kits.sql.database import (
+    CLAIM_WAIT_S,
+    LEDGER_TABLES,
+    Connection,
+    Definition,
+    Dialect,
+    Server,
+    quoted,
+    with_values,
+)
 from delivered.kits.sql.ledger import SqlLedger
 from delivered.kits.sql.merge import ORDER, ROUND, Merge
 from delivered.kits.sql.sink import Names, PreparedRows, ServerCommitter, Shards, Staging, new_nonce, open_transaction

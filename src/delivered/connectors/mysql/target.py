@@ -12,8 +12,8 @@ from urllib.parse import quote
 import pyarrow as pa
 
 from delivered.connectors.mysql import TYPES, MysqlOptions, client
-from delivered.connectors.mysql.client import Session, alone, with_values
-from delivered.kits.sql.database import Definition, Server, find_events, quoted
+from delivered.connectors.mysql.client import Session, alone
+from delivered.kits.sql.database import Definition, Server, find_events, quoted, with_values
 from delivered.kits.sql.merge import ORDER, ROUND, Merge, check_fits, no_unique_index
 from delivered.kits.sql.table import (
     Column,

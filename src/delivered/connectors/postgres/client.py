@@ -28,9 +28,9 @@ from delivered.kits.sql.database import (
     Server,
     days,
     micros,
-    quoted,
     setting_refused,
     watch,
+    with_values,
 )
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError, extra
 from delivered.model.limits import REQUEST_TIMEOUT_S
@@ -254,7 +254,7 @@ _LOADERS: dict[str, type[Loader]] = {
 @cache
 def ledger_dialect(schema: str) -> Dialect:
     """Dialect of a ledger in this schema."""
-    s = quoted(schema).replace("%", "%%")
+    s = with_values(schema)
     return Dialect(
         tables={name: f"{s}.{table}" for name, table in LEDGER_TABLES.items()},
         value=lambda statement: re.sub(r":(\w+)", r"%(\1)s", statement),

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from delivered.connectors.postgres import ENUM, TYPES, PostgresOptions
-from delivered.kits.sql.database import Definition, Server, create_statement, find_events, is_newest, quoted
+from delivered.kits.sql.database import (
+    Definition,
+    Server,
+    create_statement,
+    find_events,
+    is_newest,
+    quoted,
+    with_values,
+)
 from delivered.kits.sql.merge import Merge, check_fits
 from delivered.kits.sql.table import (
     Column,
@@ -179,7 +187,7 @@ def add_columns(connection: psycopg.Connection[Any], options: PostgresOptions, s
                 _recovery_action(options, relation),
             )
             connection.execute(
-                f"UPDATE {quoted(options.ledger_schema)}.target SET arrow_schema = %s WHERE relation = %s",  # noqa: S608
+                f"UPDATE {with_values(options.ledger_schema)}.target SET arrow_schema = %s WHERE relation = %s",  # noqa: S608
                 [now.serialize().to_pybytes(), relation],
             )
 
@@ -282,8 +290,8 @@ def _remember(connection: psycopg.Connection[Any], options: PostgresOptions, rel
     canonical = TYPES.canonical_schema(schema)
     if known is None:
         connection.execute(
-            f"INSERT INTO {quoted(options.ledger_schema)}.target (relation, name, arrow_schema) VALUES (%s, %s, %s) "  # noqa: S608
-            "ON CONFLICT DO NOTHING",
+            f"INSERT INTO {with_values(options.ledger_schema)}.target (relation, name, arrow_schema) "  # noqa: S608
+            "VALUES (%s, %s, %s) ON CONFLICT DO NOTHING",
             [relation, options.table_text, canonical.serialize().to_pybytes()],
         )
         known = stored_schema(connection, options, relation)
@@ -294,7 +302,7 @@ def _remember(connection: psycopg.Connection[Any], options: PostgresOptions, rel
 def stored_schema(connection: psycopg.Connection[Any], options: PostgresOptions, relation: int) -> pa.Schema | None:
     """The canonical Arrow schema that the table was written with; None: never written. Raises psycopg.Error."""
     row = connection.execute(
-        f"SELECT arrow_schema FROM {quoted(options.ledger_schema)}.target WHERE relation = %s",  # noqa: S608
+        f"SELECT arrow_schema FROM {with_values(options.ledger_schema)}.target WHERE relation = %s",  # noqa: S608
         [relation],
     ).fetchone()
     return None if row is None else pa.ipc.read_schema(pa.py_buffer(row[0]))
@@ -491,7 +499,7 @@ def migrate(connection: psycopg.Connection[Any], schema: str) -> None:
         for version in range(version_of(connection, schema), len(MIGRATIONS)):
             for statement in MIGRATIONS[version]:
                 connection.execute(create_statement(statement, s))
-            connection.execute(f"INSERT INTO {s}.migration (version) VALUES (%s)", [version + 1])  # noqa: S608
+            connection.execute(f"INSERT INTO {with_values(schema)}.migration (version) VALUES (%s)", [version + 1])  # noqa: S608
 
 
 @contextmanager

@@ -259,7 +259,7 @@ class NumberedTable(Generic[C]):
         (newest,) = connection.execute(
             self._sql(f"SELECT max(batch) FROM {{decision}} WHERE {_SCOPE}"), scope_values(scope)
         ).fetchone()
-        question = self._sql.value(f"SELECT max(batch) FROM {self._sql.tables['started']} WHERE {_SCOPE}")
+        question = self._sql(f"SELECT max(batch) FROM {{started}} WHERE {_SCOPE}")
         (started,) = connection.execute(question, scope_values(scope)).fetchone()
         if newest is None and started is None:
             return last

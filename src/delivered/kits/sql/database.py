@@ -210,6 +210,11 @@ def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
+def with_values(schema: str) -> str:
+    """The ledger's schema, quoted for a statement with values."""
+    return quoted(schema).replace("%", "%%")
+
+
 def is_newest(version: int, known: int, ledger: str) -> bool:
     """Whether the ledger's tables need no migration.
 
