@@ -270,6 +270,11 @@ def test_stricter_guarantee_after_at_least_once_is_refused_or_gives_up(point: st
     assert (codes(sim), sim.lost()) == ([], 0)
 
 
+@pytest.mark.checkpoint(
+    "the guarantee, from at_least_once to a stricter one, over a batch that may have sent records",
+    "refused",
+    "`BATCH_BEGUN`; under at_most_once, the batch is given up",
+)
 @pytest.mark.parametrize("before", [EXACTLY, MOST])
 @pytest.mark.parametrize("after", [EXACTLY, MOST])
 def test_at_least_once_between_two_stricter_guarantees_is_not_forgotten(before: Guarantee, after: Guarantee) -> None:

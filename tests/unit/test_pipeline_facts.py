@@ -220,6 +220,57 @@ def test_first_offsets_of_sparks_own_source_are_known(tmp_path: Path) -> None:
         sidecar.read_first(str(tmp_path / "c"))
 
 
+PULSAR = {"url": "pulsar://127.0.0.1:1", "adminUrl": "http://127.0.0.1:1", "topics": "t"}
+OF_SOURCES = {
+    "kafka": (delivered.kafka("127.0.0.1:1", subscribe="t"), {"t": {"0": 12}, "#ids": {"t": "a"}}),
+    "pulsar": (delivered.endpoint("pulsar", **PULSAR), {"persistent://public/default/t": {"0": "1:2"}}),
+    "log": (delivered.log("in"), {"version": 1, "offsets": {"0": 5}, "#log": "a"}),
+    "outbox, polled": (delivered.endpoint("outbox", url="sqlite:////o.db", dbtable="o"), {"number": 3, "#id": "a"}),
+    "outbox, by log": (
+        delivered.endpoint("outbox", url="postgresql://127.0.0.1:1/o", dbtable="o"),
+        {"lsn": 9, "number": 3},
+    ),
+    "rabbitmq_stream": (delivered.endpoint("rabbitmq_stream", url="amqp://127.0.0.1:1", streams="t"), {"t": 12}),
+}
+"""A source, without a server, and offsets of it."""
+
+
+@pytest.mark.parametrize("name", OF_SOURCES)
+def test_each_source_knows_the_offsets_of_others(name: str) -> None:
+    driver = OF_SOURCES[name][0].source().driver()
+    for other, (_, offsets) in OF_SOURCES.items():
+        if other == name:
+            driver.check_offsets(offsets)
+            continue
+        with pytest.raises(InvariantBroken, match="CHECKPOINT_OFFSETS"):
+            driver.check_offsets(offsets)
+    driver.close()
+
+
+@pytest.mark.checkpoint("the system that the source reads, or an outbox's method", "refused", "`CHECKPOINT_OFFSETS`")
+@pytest.mark.parametrize("logged", ['{"t": {"0": 12}}', "12", '{"t": 12}'])
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_source_of_another_kind_is_refused(tmp_path: Path, batches: int, logged: str) -> None:
+    """The batch in flight was decided empty, and the next one began at the earliest record."""
+    made = pipeline(tmp_path)
+    checkpoint(made, batches)
+    offsets = json.loads(logged)
+    if batches:
+        (Path(made.checkpoint) / "offsets" / "0").write_text(f"v1\n{{}}\n{logged}")
+    elif isinstance(offsets, dict):
+        sidecar.keep_first(made.checkpoint, lambda: offsets)
+    else:
+        return
+    assert code_of(made.plan()) == "CHECKPOINT_OFFSETS"
+    if isinstance(offsets, dict):
+        source = made.sources["source"].source()
+        for reads in (StreamReader.latestOffset, StreamReader.partitions):
+            reader = StreamReader(source, Reading(made.checkpoint))
+            with pytest.raises(InvariantBroken, match="CHECKPOINT_OFFSETS"):
+                reads(reader, offsets, ReadAllAvailable() if reads is StreamReader.latestOffset else offsets)
+            reader.stop()
+
+
 def test_a_checkpoint_with_batches_is_given_no_start(tmp_path: Path) -> None:
     """Regression: a Pipeline on a checkpoint of the idiom stored the current "latest" as its start."""
     made = pipeline(tmp_path)

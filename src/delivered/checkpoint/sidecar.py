@@ -285,6 +285,9 @@ class PlainDriver(SourceDriver):
         plain, metadata = self._metadata.split(offsets)
         return self._kept(offsets) if metadata else plain
 
+    def check_offsets(self, offsets: Offsets) -> None:
+        self._driver.check_offsets(offsets)
+
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         complete = self._metadata.joined(start)
         end = self._driver.latest(complete, rows_max)

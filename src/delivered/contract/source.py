@@ -3,6 +3,7 @@ preflight checks, of sources and sinks."""
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from delivered.model.capability import Guarantee, SourceCapability
-from delivered.model.errors import DeliveredError, texts
+from delivered.model.errors import DeliveredError, InvariantBroken, texts
 from delivered.model.rows import Rows
 from delivered.model.work import Outcome, Owner
 
@@ -220,6 +221,10 @@ class SourceDriver(ABC):
         """Raise what `initial` would raise, for a plan. Changes nothing at the server."""
         self.initial()
 
+    def check_offsets(self, offsets: Offsets) -> None:  # noqa: ARG002
+        """Raise InvariantBroken if a checkpoint's offsets are those of another kind of source. Contacts no server."""
+        return
+
     @abstractmethod
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         """Where the next batch may end: at most about `rows_max` records after `start`; None: no limit."""
@@ -285,6 +290,11 @@ class SourceDriver(ABC):
         `slices` report is left to them.
         """
         return
+
+
+def foreign_offsets(kind: str, offsets: Offsets) -> InvariantBroken:
+    """The error of `check_offsets`. Args: kind: "a Kafka"."""
+    return InvariantBroken("CHECKPOINT_OFFSETS", kind=kind, offsets=json.dumps(offsets)[:200])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ systems, and session."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -37,7 +38,15 @@ from delivered.engine import Member, Sinks
 from delivered.engine.context import find_living, open_shared_ledger
 from delivered.engine.recover import find_other_ledgers, find_rename, judge
 from delivered.model.capability import SourceCapability, WriteMode
-from delivered.model.errors import DeliveredError, MissingExtra, Refused, Unreachable, UsageError, missing_extra
+from delivered.model.errors import (
+    DeliveredError,
+    InvariantBroken,
+    MissingExtra,
+    Refused,
+    Unreachable,
+    UsageError,
+    missing_extra,
+)
 from delivered.model.identity import SOURCE, Scope
 from delivered.model.options import resolve_secret
 from delivered.model.patience import asking_once
@@ -154,12 +163,10 @@ def _gather(pipeline: Definition, session: SessionFacts | None, offline: bool, t
     blocked = any(f.refuses for f in findings) or len({s.name for s in sinks}) < len(sinks) or not sinks
     if not offline and not blocked:
         checkpoint = _build_checkpoint(pipeline, session, takeover)
-        if checkpoint.newest is None:
-            sources = tuple(
-                s if sidecar.read_first(pipeline.checkpoint, n) else _with_start(s, e)  # an earlier start counts
-                for s, (n, e) in zip(sources, pipeline.sources.items(), strict=True)
-            )
-            blocked = any(f.refuses for s in sources for f in s.findings)
+        sources = tuple(
+            _with_position(s, *one, pipeline.checkpoint, checkpoint) for s, one in zip(sources, opened, strict=True)
+        )
+        blocked = any(f.refuses for s in sources for f in s.findings)
     transform = _build_transform(pipeline)
     transform = replace(transform, findings=(*transform.findings, *_find_misspelt(pipeline.conf)))
     if not offline and not blocked:
@@ -239,6 +246,33 @@ def _with_start(facts: SourceFacts, endpoint: Endpoint) -> SourceFacts:
     def check() -> Sequence[Finding]:
         with contextlib.closing(endpoint.source().driver()) as driver:
             driver.check_initial()
+        return ()
+
+    return replace(facts, findings=(*facts.findings, *_run_preflight(check, endpoint)))
+
+
+def _with_position(
+    facts: SourceFacts, name: str, endpoint: Endpoint, source: Source | None, location: str, known: CheckpointFacts
+) -> SourceFacts:
+    """With a refusal if the checkpoint's position is another source's, or a new one cannot start where it should."""
+    if source is None:
+        return facts
+    # An earlier start counts, even without a batch.
+    first = sidecar.read_first(location, name) if known.newest is None else None
+    logged = known.offsets.get(name) if first is None else json.dumps(first)
+    if logged is None:
+        return _with_start(facts, endpoint) if known.newest is None else facts
+
+    def check() -> Sequence[Finding]:
+        try:
+            offsets = json.loads(logged)
+        except ValueError:
+            offsets = None
+        with contextlib.closing(source.driver()) as driver:
+            try:
+                driver.check_offsets(offsets if isinstance(offsets, dict) else {logged: None})
+            except InvariantBroken as error:
+                return [Finding.refusal(error)]
         return ()
 
     return replace(facts, findings=(*facts.findings, *_run_preflight(check, endpoint)))

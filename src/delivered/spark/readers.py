@@ -99,6 +99,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._reading.drain is not None and Path(self._reading.drain.path).exists():
             end = start
         else:
+            self._driver.check_offsets(start)
             self._landmarks.check(self._driver, start)  # first: a driver may acknowledge the start again
             end = self._driver.latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
             idle_s = 0.0 if self._ends else LANDMARK_IDLE_EVERY_S
@@ -125,6 +126,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         in_query()
+        self._driver.check_offsets(end)
         pieces = [SlicePartition(s) for s in self._driver.slices(start, end)]
         self._landmarks.check(self._driver, end)
         return pieces

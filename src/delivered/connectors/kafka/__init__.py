@@ -29,11 +29,11 @@ from delivered.clients.kafka import (
 )
 from delivered.clients.kafka.record_batch import Partition
 from delivered.contract.connector import Connector, Factory
-from delivered.contract.source import Offsets
+from delivered.contract.source import Offsets, foreign_offsets
 from delivered.kits.options import data_loss_option, headers_option, message_id_columns, names, not_blank
 from delivered.kits.schemas import FormatOptions
 from delivered.model.capability import Guarantee
-from delivered.model.errors import InvariantBroken, MissingExtra, UsageError, did_you_mean
+from delivered.model.errors import MissingExtra, UsageError, did_you_mean
 from delivered.model.identity import fitted_name
 from delivered.model.limits import DECOMPRESSED_BYTES_MAX, TRANSACTION_TIMEOUT_S
 from delivered.model.options import REFERENCES, Option, Options, OptionType, Unfit, choice, integer, option, several
@@ -98,7 +98,7 @@ class Positions:
             first, begins, epochs = (_flatten(data.get(key, {})) for key in (_FIRST, _FROM, _EPOCHS))
             return cls(_flatten(topics), dict(data.get(_IDS, {})), first, begins, epochs)
         except (AttributeError, TypeError, ValueError):
-            raise InvariantBroken("CHECKPOINT_OFFSETS.KAFKA", offsets=json.dumps(data)[:200]) from None
+            raise foreign_offsets("a Kafka", data) from None
 
 
 @dataclass(frozen=True)

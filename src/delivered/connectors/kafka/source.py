@@ -308,6 +308,9 @@ class KafkaDriver(SourceDriver):
         at = resolve(self._client, options, where, snapshot.ends, None if options.timestamp_strict else LATEST)
         return Positions(at, snapshot.ids, epochs=snapshot.epochs).to_json()
 
+    def check_offsets(self, offsets: Offsets) -> None:
+        Positions.from_json(offsets)
+
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         return self._settled(lambda: self._latest(start, rows_max))
 

@@ -11,7 +11,16 @@ import pyarrow as pa
 from delivered.connectors.log import EARLIEST, LATEST, LogOptions, Position
 from delivered.connectors.log import table as layout
 from delivered.connectors.log.table import RangeReader, Receivers, first_since, write_progress
-from delivered.contract.source import Finding, Offsets, ReceiverReport, Retained, Slice, Source, SourceDriver
+from delivered.contract.source import (
+    Finding,
+    Offsets,
+    ReceiverReport,
+    Retained,
+    Slice,
+    Source,
+    SourceDriver,
+    foreign_offsets,
+)
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.source import admit, columns
@@ -118,6 +127,10 @@ class LogDriver(SourceDriver):
         now, since = self._refresh(), self._options.since_ms
         positions = self._since(since, now) if since is not None else self._resolve(self._options.starting, now)
         return _offsets(now.version, positions)
+
+    def check_offsets(self, offsets: Offsets) -> None:
+        if offsets and not isinstance(offsets.get("offsets"), dict):
+            raise foreign_offsets("a log", offsets)
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         now = self._frozen or self._refresh()

@@ -219,6 +219,9 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
             raise UsageError("OPTION_CONFLICT.OUTBOX_POSTGRES", owner=owner, name=name, dialect=self.dialect)
         if self.changes is not None and self.method == POLL:
             raise UsageError("OPTION_CONFLICT.OUTBOX_POLL", owner=owner)
+        if isinstance(self.starting, dict) and ("lsn" in self.starting) != self.by_log:
+            method, text = LOG if self.by_log else POLL, json.dumps(self.starting)
+            raise UsageError("OPTION_CONFLICT.OUTBOX_START", owner=owner, method=method, text=text)
         self._check_names(owner)
 
     def _check_names(self, owner: str) -> None:

@@ -33,7 +33,7 @@ from delivered.connectors.outbox.rows import (
     restore_changes,
 )
 from delivered.connectors.outbox.slot import check_identity, missing_columns
-from delivered.contract.source import Address, Finding, Offsets, Retained, Slice, Source, SourceDriver
+from delivered.contract.source import Address, Finding, Offsets, Retained, Slice, Source, SourceDriver, foreign_offsets
 from delivered.kits.sql.database import identify_file
 from delivered.model import patience
 from delivered.model.capability import SourceCapability
@@ -309,6 +309,10 @@ class WalDriver(SourceDriver):
         slot.check_slot(now, options, {"lsn": 0})
         at = now.flushed if options.starting == LATEST else now.confirmed
         return self._offsets(now, at or 0) | self._backlog(0)
+
+    def check_offsets(self, offsets: Offsets) -> None:
+        if "lsn" not in offsets:
+            raise foreign_offsets("an outbox (read from the log)", offsets)
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         self._lock()
@@ -620,6 +624,10 @@ class PollDriver(SourceDriver):
         if isinstance(self._options.starting, dict):
             return dict(self._options.starting)
         return {"number": _NEW}
+
+    def check_offsets(self, offsets: Offsets) -> None:
+        if "number" not in offsets or "lsn" in offsets:
+            raise foreign_offsets("an outbox (polled)", offsets)
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         self._lock()

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from delivered.contract.connector import Connector, Factory
-from delivered.contract.source import Offsets
+from delivered.contract.source import Offsets, foreign_offsets
 from delivered.kits.options import (
     DATABASE_FILE,
     TlsOptions,
@@ -26,7 +26,7 @@ from delivered.kits.options import (
     refuse_rest,
     rows_max_option,
 )
-from delivered.model.errors import InvariantBroken, UsageError
+from delivered.model.errors import UsageError
 from delivered.model.options import (
     FLAG,
     Option,
@@ -215,7 +215,7 @@ def from_json(encoded: Offsets) -> dict[Partition, Position]:
             for n, text in partitions.items()
         }
     except (AttributeError, TypeError, ValueError):
-        raise InvariantBroken("CHECKPOINT_OFFSETS.PULSAR", offsets=json.dumps(encoded)[:200]) from None
+        raise foreign_offsets("a Pulsar", encoded) from None
 
 
 def parse_offsets(owner: str, option: str, text: str) -> Where:

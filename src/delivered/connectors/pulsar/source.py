@@ -196,6 +196,9 @@ class PulsarDriver(SourceDriver):
         at = self._resolve(where, snapshot)
         return at, {p: before_first(snapshot[p]) if s == START else s for p, s in at.items()}
 
+    def check_offsets(self, offsets: Offsets) -> None:
+        from_json(offsets)
+
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         before = from_json(start)
         snapshot = self._frozen or self._snapshot()

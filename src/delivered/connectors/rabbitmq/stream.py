@@ -35,7 +35,7 @@ from delivered.connectors.rabbitmq.client import (
     stream_offset,
 )
 from delivered.contract.connector import Connector, Factory
-from delivered.contract.source import Finding, Offsets, Retained, Slice, Source, SourceDriver
+from delivered.contract.source import Finding, Offsets, Retained, Slice, Source, SourceDriver, foreign_offsets
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
@@ -418,6 +418,10 @@ class StreamDriver(SourceDriver):
         if self._options.ending is not None:
             raise UsageError("OPTION_CONFLICT.RABBITMQ_END")
         return self._resolve("startingOffsets", self._options.starting or LATEST)
+
+    def check_offsets(self, offsets: Offsets) -> None:
+        if not all(isinstance(at, int) for at in offsets.values()) or "lsn" in offsets or "number" in offsets:
+            raise foreign_offsets("a RabbitMQ stream", offsets)
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         """A stream missing in `start` is added at its first message and read from the next batch on."""
