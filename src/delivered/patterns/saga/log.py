@@ -294,7 +294,7 @@ class OpenLog:
     def transaction(self) -> Iterator[Caller]:
         """Committed at the end, durably, or rolled back."""
         if self._file != _identify_file(self._connection):
-            raise sqlite3.OperationalError("another file has taken the place of the saga log")
+            raise sqlite3.OperationalError("another file has replaced the saga log")
         if isinstance(self._connection, sqlite3.Connection):
             self._connection.execute("BEGIN IMMEDIATE")  # a lock requested later is refused instead of waited for
         try:
