@@ -122,6 +122,21 @@ def test_upsert_finds_the_keys_in_files_of_other_writers(tmp_path: Path, kind: p
     assert pa.table(DeltaTable(str(tmp_path / "t")).to_pyarrow_table())["v"].to_pylist() == [1]
 
 
+@pytest.mark.parametrize("kind", [pa.int64(), pa.string()], ids=str)
+def test_an_empty_text_in_the_log_is_a_partition_of_null(tmp_path: Path, kind: pa.DataType) -> None:
+    """Writers may spell it so; rows that were added since a position are read by the log."""
+    rows = pa.table({"k": pa.array([None], kind), "v": [1]})
+    write_deltalake(tmp_path / "t", rows.slice(0, 0), partition_by=["k"])
+    scan = sink_at(tmp_path, partitionBy="k").scan()
+    before = scan.position()
+    write_deltalake(tmp_path / "t", rows, mode="append")
+    log = tmp_path / "t" / "_delta_log" / f"{1:020}.json"
+    log.write_text(log.read_text().replace('"partitionValues":{"k":null}', '"partitionValues":{"k":""}'))
+    assert '{"k":""}' in log.read_text()
+    for since in (None, before):
+        assert [r for s in scan.slices(since) for b in scan.read(s) for r in b.to_pylist()] == rows.to_pylist()
+
+
 def test_upsert_by_a_column_that_partitions_the_table(tmp_path: Path) -> None:
     """Its values are in no file."""
     sink = sink_at(tmp_path, mode="upsert", keyColumns="part", partitionBy="part")

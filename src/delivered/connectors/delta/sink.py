@@ -442,6 +442,6 @@ def _file(add: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "path": unquote(add["path"]),
         "size": int(add["size"]),
-        "partition": dict(add.get("partitionValues") or {}),
+        "partition": {name: value or None for name, value in (add.get("partitionValues") or {}).items()},  # "" is null
         "deletions": add.get("deletionVector") is not None,
     }
