@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,23 @@ def test_a_torn_line_is_passed_over(tmp_path: Path) -> None:
         file.write('{"batch":1,"decid')
     assert [r.batch for r in history.batches(location)] == [0]
     assert history.totals(location).batches == 1
+
+
+def test_lines_of_another_version_are_read(tmp_path: Path) -> None:
+    """With more fields, or without one that is needed: a status still answers."""
+    location = str(tmp_path)
+    history.add(location, report(0))
+    newer = json.loads((tmp_path / history.FILE).read_text())
+    newer |= {"batch": 1, "more": 1, "totals": {**newer["totals"], "more": 1}}
+    (tmp_path / history.FILE).write_text(f'{{"batch":0}}\n{json.dumps(newer)}\n')
+    sample = {"at_ms": 1, "source": "s", "lag": {}, "read": {}}
+    state = {"at_ms": 1, "batch": 0, "rows": {}, "bytes": {}, "late": {}}
+    for name, line in ((history.SAMPLES, sample), (history.STATES, state)):
+        (tmp_path / name).write_text(f'{json.dumps({**line, "more": 1})}\n{{"at_ms":2}}\nnull\n')
+    assert [r.batch for r in history.batches(location)] == [1]
+    assert history.totals(location).batches == 1
+    assert [s.at_ms for s in history.samples(location)] == [1]
+    assert [s.at_ms for s in history.states(location)] == [1]
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:

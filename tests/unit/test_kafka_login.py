@@ -152,6 +152,8 @@ def test_a_protocol_that_reaches_the_client_unchecked_opens_no_connection() -> N
         ("postgres", {"url": "postgresql://db.example/shop?requiressl=0", "dbtable": "t"}, "sslmode=prefer"),
         ("mysql", {"url": "mysql://db.example/shop", "dbtable": "t"}, "not required to be encrypted"),
         ("mysql", {"url": "mysql://db.example/shop?&", "dbtable": "t"}, "not required to be encrypted"),
+        ("iceberg", {"table": "a.b", "catalog.uri": "http://db.example:8181", "catalog.credential": "env:C"},
+         "in clear to db.example"),
         ("rabbitmq", {"url": "amqp://me@mq.example", "password": "env:P", "ledger": "l"}, "in clear to mq.example"),
     ],
 )  # fmt: skip

@@ -245,6 +245,11 @@ def test_a_secret_in_a_file_is_its_text(tmp_path: Path) -> None:
             resolve_secret("password", unreadable)
 
 
+def test_an_embedded_catalog_has_one_warehouse() -> None:
+    with pytest.raises(UsageError, match="the same option"):
+        delivered.iceberg("a.b", warehouse="/lake", **{"catalog.warehouse": "s3://lake"}).sink()
+
+
 def test_kafka_has_one_list_of_servers() -> None:
     delivered.kafka("h:1", topic="t", **{"kafka.bootstrap.servers": "h:1"})
     with pytest.raises(UsageError, match="the same option"):

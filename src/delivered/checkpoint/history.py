@@ -17,10 +17,10 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from pyarrow import fs
 
@@ -30,6 +30,8 @@ from delivered.model.work import BatchReport, without_format
 from delivered.source import lag_by_partition
 
 log = logging.getLogger(__name__)
+
+R = TypeVar("R", "BatchReport", "Totals", "Sample", "State")
 
 FILE = "delivered/batches.jsonl"
 AUDITS = "delivered/audits.jsonl"
@@ -79,7 +81,7 @@ def add(location: str, report: BatchReport) -> None:
 
 def batches(location: str, newest: int = 1000) -> list[BatchReport]:
     """The newest reports, oldest first."""
-    return [BatchReport.from_json(line) for line in _lines(location, FILE, newest)]
+    return _known(BatchReport, _lines(location, FILE, newest))
 
 
 def records_since(location: str, at_ms: int, batch: int | None = None, newest: int = 1000) -> dict[str, int]:
@@ -93,8 +95,8 @@ def records_since(location: str, at_ms: int, batch: int | None = None, newest: i
 
 def totals(location: str) -> Totals:
     """Since the first batch with a line, also of batches whose lines are no longer kept."""
-    last = next(iter(_lines(location, FILE, 1)), None)
-    return Totals(**last["totals"]) if last is not None else Totals()
+    found = _known(Totals, (line.get("totals") for line in _lines(location, FILE, 1)))
+    return found[0] if found else Totals()
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class Samples:
 
 def samples(location: str, newest: int = 200) -> list[Sample]:
     """The newest samples of all sources, oldest first."""
-    return [Sample(**line) for line in _lines(location, SAMPLES, newest)]
+    return _known(Sample, _lines(location, SAMPLES, newest))
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class States:
 
 def states(location: str, newest: int = 200) -> list[State]:
     """Oldest first."""
-    return [State(**line) for line in _lines(location, STATES, newest)]
+    return _known(State, _lines(location, STATES, newest))
 
 
 def add_audit(location: str, report: Mapping[str, Any]) -> None:
@@ -256,6 +258,16 @@ def _lines(location: str, name: str, newest: int) -> list[dict[str, Any]]:
     path = _path(location, name)
     files = () if path is None else (path, _older(path))
     return [*islice(chain.from_iterable(map(_newest_first, files)), newest)][::-1]
+
+
+def _known(kind: type[R], lines: Iterable[Any]) -> list[R]:
+    """Lines of other versions, too: unknown fields are ignored, and a line that lacks one is skipped."""
+    found = []
+    names = [f.name for f in fields(kind)]
+    for line in lines:
+        with contextlib.suppress(TypeError):
+            found.append(kind(**{name: line[name] for name in names if name in line}))
+    return found
 
 
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:

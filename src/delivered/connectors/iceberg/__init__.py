@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from delivered.contract.connector import Connector, Factory
 from delivered.kits.options import absolute, sink_name
@@ -16,6 +17,7 @@ from delivered.model.options import (
     Unfit,
     check_endpoints,
     choice,
+    is_loopback,
     option,
     resolve_secret,
     several,
@@ -101,6 +103,9 @@ def _catalog(owner: str, values: Mapping[str, str]) -> dict[str, str]:
     if "warehouse" in values:
         folder = _WAREHOUSE.parse(owner, values["warehouse"])
         embedded = {"type": "sql", "uri": f"sqlite:///{folder}/{DATABASE}", "warehouse": f"file://{folder}"}
+        if "warehouse" in catalog:
+            first, second = "warehouse", "catalog.warehouse"
+            raise UsageError("OPTION_CONFLICT.SAME", owner=owner, first=first, second=second, name=first)
         catalog = {**embedded, **catalog}
     _URI.parse(owner, catalog["uri"])
     check_endpoints(owner, "catalog.", catalog, "AWS" if catalog.get("warehouse", "").startswith("s3") else "")
@@ -156,6 +161,15 @@ class IcebergOptions(FileTableOptions, owner="delivered_iceberg sink"):
                 name=wrong[0],
                 folder_bytes_max=_FOLDER_BYTES_MAX,
             )
+
+    @property
+    def in_clear(self) -> tuple[str, ...]:
+        urls = [self.catalog["uri"], self.catalog.get("oauth2-server-uri", "")]
+        hosts = [urlsplit(url).hostname for url in urls if url.lower().startswith("http://")]
+        far = next((host for host in hosts if not is_loopback(host)), None)
+        if far is None or self.catalog.keys().isdisjoint(("token", "credential")):
+            return ()
+        return (f"the login of the catalog is sent in clear to {far}; write https://",)
 
     @property
     def namespace(self) -> tuple[str, ...]:
