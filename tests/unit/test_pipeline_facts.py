@@ -322,6 +322,8 @@ def test_a_start_without_a_registry_keeps_what_an_unfinished_batch_was_planned_w
         ("spark.sql.shufle.partitions", "spark.sql.shuffle.partitions"),
         ("spark.executor.memroy", "spark.executor.memory"),
         ("spark.sql.streaming.stateStore.providerclass", "spark.sql.streaming.stateStore.providerClass"),
+        ("spark.SQL.Shuffle.partitions", "spark.sql.shuffle.partitions"),
+        ("Spark.sql.shuffle.partitions", "spark.sql.shuffle.partitions"),
         ("spark.sql.shuffle.partitions", None),
         ("spark.sql.catalog.lake.uri", None),
         ("spark.delivered.arbiter.port", None),

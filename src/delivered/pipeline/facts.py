@@ -194,11 +194,12 @@ def _find_misspelt(conf: Iterable[str]) -> Iterator[Finding]:
 
     Others may belong to an extension, or to a later version.
     """
-    names = [name for name in conf if name.startswith("spark.")]
-    known = set(_SETTINGS.read_text(encoding="ascii").split()) if names else set()
+    names = [name for name in conf if name.lower().startswith("spark.")]
+    known = {name.lower(): name for name in _SETTINGS.read_text(encoding="ascii").split()} if names else {}
     for name in names:
-        if name not in known and (near := get_close_matches(name, known, n=1, cutoff=_MISSPELT)):
-            yield Finding.build("SETTING_UNKNOWN", refuses=False, name=name, near=near[0])
+        near = get_close_matches(name.lower(), list(known), n=1, cutoff=_MISSPELT)
+        if near and name not in known.values():  # in another case, Spark ignores it, too
+            yield Finding.build("SETTING_UNKNOWN", refuses=False, name=name, near=known[near[0]])
 
 
 def _find_no_webhook(pipeline: Definition) -> Iterator[Finding]:
