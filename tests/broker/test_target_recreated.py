@@ -156,7 +156,7 @@ def test_a_table_that_others_make_anew_without_our_mark_is_noticed(mysql: Any) -
     rig.run(1)
     mysql.execute(f"DROP TABLE {table}")
     mysql.execute(f"CREATE TABLE {table} (`key` longblob, value longblob)")
-    with pytest.raises(TargetChanged, match="no such target"):
+    with pytest.raises(TargetChanged, match="none with that id is there now"):
         rig.plan(rig.context("second"), 2)
 
 
