@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from tests.support.servers import Pulsar
 from tests.support.sinks import SHARDS, Rig, alone, offsets
 
 from delivered.clients.pulsar.connection import Cluster
+from delivered.clients.pulsar.producer import Producer
 from delivered.connectors.pulsar import physical
 from delivered.connectors.pulsar.client import Admin
 from delivered.connectors.pulsar.committer import Transaction, markers_topic, opened_topic, settings
@@ -309,7 +311,7 @@ def test_killed_and_started_again(pulsar: Pulsar, tmp_path: Path, topic: str, re
     )
 
 
-TOPICS, TASKS = 10, 8
+TOPICS, TASKS, DRIVERS = 10, 8, 4
 
 
 def test_the_first_transactions_of_a_topic_may_begin_together(
@@ -340,6 +342,42 @@ def test_the_first_transactions_of_a_topic_may_begin_together(
 
             handles = [promise.handle for promise in pool.map(write, writers)]
             assert len({(h.most, h.least) for h in handles}) == TASKS, topic
+
+
+def test_the_first_starts_of_several_pipelines_may_be_together(
+    pulsar: Pulsar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each prepares the topic, and none for the other's transactions."""
+    own = threading.local()
+
+    def connections(options: Any) -> Cluster:  # as drivers have
+        if not hasattr(own, "cluster"):
+            own.cluster = Cluster(settings(options))
+        return cast("Cluster", own.cluster)
+
+    together = threading.Barrier(DRIVERS)
+
+    class Together(Producer):
+        def end_batch(self, deadline: float) -> None:
+            with suppress(threading.BrokenBarrierError):
+                together.wait(1)
+            super().end_batch(deadline)
+
+    monkeypatch.setattr("delivered.connectors.pulsar.committer.cluster", connections)
+    monkeypatch.setattr("delivered.connectors.pulsar.committer.Producer", Together)
+    with ThreadPoolExecutor(DRIVERS) as pool:
+        for number in range(TOPICS // 2):
+            (folder := tmp_path / str(number)).mkdir()
+            made = sink(folder, pulsar, topic := pulsar.topic(number % 2 * 2))
+            together.reset()
+
+            def start(_: int, made: Any = made) -> None:
+                alone(Rig(made).context().committers).set_up(Guarantee.EXACTLY_ONCE, decides=True)
+
+            list(pool.map(start, range(DRIVERS)))
+            rig = Rig(made)
+            rig.run(0)
+            assert Reader(pulsar, topic).values() == expected(rig, 0)
 
 
 def test_a_weaker_guarantee_prepares_no_transactions(rig: Rig, reader: Reader) -> None:

@@ -175,25 +175,39 @@ def open_to_transactions(options: PulsarSinkOptions, scope: Scope) -> None:
     except DeliveredError as error:
         log.info("%s: its transactions were not prepared: %s", options.label, error)
         return
-    if not fresh:
-        return
+    if fresh:
+        # Drivers of other pipelines may start now, too: one at a time.
+        turn = Topic(options, f"{options.namespace}/delivered:first")
+        try:
+            turn.ensure()
+            turn.hold()
+            if fresh := [t for t in fresh if admin.lacks_snapshot(t)]:
+                _send_first(options, fresh)
+        except DeliveredError as error:
+            log.info("%s: its transactions were not prepared: %s", options.label, error)
+        finally:
+            turn.close()
+
+
+def _send_first(options: PulsarSinkOptions, topics: Sequence[str]) -> None:
     connections, flow = cluster(options), Flow()
     coordinators = Coordinators(connections)
     transaction: TransactionId | None = None
     try:
         # It ends by itself soon: no record of it is needed for the next start.
         transaction = coordinators.begin(0, _FIRST_S, soon())
-        coordinators.add(transaction, fresh, soon())
-        for topic in fresh:
+        coordinators.add(transaction, topics, soon())
+        for topic in topics:
             producer = Producer(connections, topic, flow, soon(), transaction=transaction)
             producer.send(Message(b""), soon())
             producer.end_batch(soon())
             flow.drain(soon())
             producer.close(soon())
     except CLIENT_ERRORS as error:
-        log.info("%s: its transactions were not prepared: %s", options.label, explained_client(error, options, "it"))
-    if transaction is not None:
-        coordinators.end(transaction, commit=False, deadline=soon())
+        raise explained_client(error, options, "it") from None
+    finally:
+        if transaction is not None:
+            coordinators.end(transaction, commit=False, deadline=soon())
 
 
 # Their messages.

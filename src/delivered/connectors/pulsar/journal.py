@@ -186,6 +186,24 @@ class Topic:
         if SUBSCRIPTION not in bounds.cursors:
             self.admin.move(self.name, SUBSCRIPTION, START, exists=False)
 
+    def hold(self) -> None:
+        """Become its only producer, until `close` or the end of this process, as soon as the current one lets go.
+
+        Raises:
+            DeliveredError: it did not within 30 s, or this client may not.
+        """
+        library, deadline = pulsar(), time.monotonic() + REQUEST_TIMEOUT_S
+        while self._producer is None:
+            try:
+                self._producer = warm_client(self._options).create_producer(
+                    self.name, access_mode=library.ProducerAccessMode.Exclusive
+                )
+            except library.PulsarException as error:
+                is_held = isinstance(error, library.ProducerFenced | library.ProducerBusy)
+                if not is_held or time.monotonic() > deadline:
+                    raise explained(error, self._options, self.label) from None
+                time.sleep(_PAUSE_S)
+
     def _create(self) -> None:
         """As an administrator, or as brokers do for producers."""
         try:
