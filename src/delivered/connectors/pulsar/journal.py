@@ -187,10 +187,10 @@ class Topic:
             self.admin.move(self.name, SUBSCRIPTION, START, exists=False)
 
     def hold(self) -> None:
-        """Become its only producer, until `close` or the end of this process, as soon as the current one lets go.
+        """Become its only producer, until `close` or the end of this process, once there is no other.
 
         Raises:
-            DeliveredError: it did not within 30 s, or this client may not.
+            DeliveredError: there still is one after 30 s, or this client may not.
         """
         library, deadline = pulsar(), time.monotonic() + REQUEST_TIMEOUT_S
         while self._producer is None:
