@@ -194,16 +194,21 @@ class MysqlStaging(Staging):
     options: MysqlOptions
 
     def altered(self, connection: Session, tables: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-        one = (  # equal to a constant: another condition would open every table
-            "SELECT t.column_name, s.column_type, t.column_type FROM information_schema.columns AS s "
-            "JOIN information_schema.columns AS t ON t.column_name = s.column_name "
-            "WHERE s.table_schema = %s AND s.table_name = %s "
-            "AND t.table_schema = coalesce(%s, database()) AND t.table_name = %s "
-            "AND NOT (t.column_type = s.column_type AND t.character_set_name <=> s.character_set_name)"
-        )
-        options = self.options
-        values = [v for name in tables for v in (options.ledger_schema, name, options.schema, options.table)]
-        yield from connection.execute(" UNION ".join([one] * len(tables)), values).fetchall()
+        options, columns = self.options, "column_name, column_type, character_set_name FROM information_schema.columns"
+        rows = connection.execute(
+            f"SELECT {columns} WHERE table_schema = coalesce(%s, database()) AND table_name = %s",  # noqa: S608
+            [options.schema, options.table],
+        ).fetchall()
+        target = {name.lower(): (name, kind, charset) for name, kind, charset in rows}
+        staged = connection.execute(
+            f"SELECT DISTINCT {columns} WHERE table_schema = %s "  # noqa: S608
+            f"AND table_name IN ({', '.join(['%s'] * len(tables))})",
+            [options.ledger_schema, *tables],
+        ).fetchall()
+        for name, kind, charset in staged:
+            now = target.get(name.lower())
+            if now is not None and now[1:] != (kind, charset):
+                yield now[0], kind, now[1]
 
     def _merge(self, prepared: Prepared) -> Merge:
         handle = PreparedRows.of(prepared)
