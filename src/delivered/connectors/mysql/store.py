@@ -196,13 +196,12 @@ class MysqlStaging(Staging):
     def altered(self, connection: Session, tables: Sequence[str]) -> Iterator[tuple[str, str, str]]:
         options, columns = self.options, "column_name, column_type, character_set_name FROM information_schema.columns"
         rows = connection.execute(
-            f"SELECT {columns} WHERE table_schema = coalesce(%s, database()) AND table_name = %s",  # noqa: S608
+            f"SELECT {columns} WHERE table_schema = coalesce(%s, database()) AND table_name = %s",
             [options.schema, options.table],
         ).fetchall()
         target = {name.lower(): (name, kind, charset) for name, kind, charset in rows}
         staged = connection.execute(
-            f"SELECT DISTINCT {columns} WHERE table_schema = %s "  # noqa: S608
-            f"AND table_name IN ({', '.join(['%s'] * len(tables))})",
+            f"SELECT DISTINCT {columns} WHERE table_schema = %s AND table_name IN ({', '.join(['%s'] * len(tables))})",
             [options.ledger_schema, *tables],
         ).fetchall()
         for name, kind, charset in staged:
