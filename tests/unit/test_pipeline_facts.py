@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,9 +24,10 @@ from delivered.checkpoint import sidecar
 from delivered.connectors.log.produce import append
 from delivered.engine.context import find_living
 from delivered.model.capability import Guarantee
-from delivered.model.errors import InvariantBroken, OutcomeUnknown, Refused, UsageError
+from delivered.model.errors import InvariantBroken, LedgerBehind, OutcomeUnknown, Refused, UsageError
 from delivered.model.translate import translated
 from delivered.model.work import Owner
+from delivered.pipeline.facts import check_start
 from delivered.pipeline.spec import Reading
 from delivered.pipeline.start import for_start
 from delivered.planner import Plan, Refusal
@@ -99,6 +103,49 @@ def test_a_ledger_behind_the_checkpoint_is_refused_before_spark_logs_a_batch(tmp
     after = {p: p.read_bytes() for p in Path(made.checkpoint).rglob("*") if p.is_file() and p.name != "runs.json"}
     assert after == before
     assert code_of(pipeline(tmp_path, missing_ledger=True).plan()) == "PLAN"
+
+
+@pytest.mark.checkpoint(
+    "the pipeline's name, over its first batch, decided and not finished", "refused", "`LEDGER_RENAMED`"
+)
+def test_a_renamed_pipeline_whose_first_batch_is_decided_is_refused(tmp_path: Path) -> None:
+    """Regression: only later batches were looked for in other ledgers, and this one was written twice."""
+    made = pipeline(tmp_path)
+    decide(made, 1, Owner("gone"))
+    checkpoint(made, 1)
+    made.name = "renamed"
+    assert code_of(made.plan()) == "LEDGER_RENAMED"
+    spec = replace(made.spec, checkpoint=made.checkpoint)
+    with pytest.raises(LedgerBehind, match=r"LEDGER_RENAMED.*'orders'"):
+        check_start(spec, spec.open())
+    made.missing_ledger = True
+    assert code_of(made.plan()) == "PLAN"
+
+
+def test_the_plan_says_what_the_next_batch_would_refuse(tmp_path: Path) -> None:
+    """Regression: `plan` agreed, and `run` stopped in its first batch."""
+    weak = pipeline(tmp_path, guarantee="at_least_once")
+    decide(weak, 1, Owner("gone"))
+    checkpoint(weak, 2)
+    assert code_of(weak.plan()) == "PLAN"
+    answer = pipeline(tmp_path).plan()
+    assert code_of(answer) == "BATCH_BEGUN"
+    assert isinstance(answer, Refusal)
+    assert answer.nearest is Guarantee.AT_LEAST_ONCE
+    newest = Path(weak.checkpoint) / "offsets" / "0"
+    (Path(weak.checkpoint) / "offsets" / "1").unlink()
+    newest.write_text(newest.read_text().replace('"0": 1', '"0": 2'))
+    assert code_of(weak.plan()) == "LEDGER_AHEAD"
+    newest.write_text(newest.read_text().replace('"0": 2', '"0": 1'))
+    assert code_of(weak.plan()) == "PLAN"
+    with closing(sqlite3.connect(tmp_path / "out.db")) as connection:
+        connection.execute("DROP TABLE orders")
+    answer = weak.plan()
+    assert code_of(answer) == "TARGET_CHANGED"
+    assert isinstance(answer, Refusal)
+    assert answer.nearest is None
+    weak.new_target = True
+    assert code_of(weak.plan()) == "PLAN"
 
 
 def test_a_new_checkpoint_is_refused_unless_accepted(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_the_commands(tmp_path: Path) -> None:
 def test_the_pipelines_of_a_ledger_without_their_files(tmp_path: Path) -> None:
     """Also one whose checkpoint is gone: the newest decision of any."""
     made = decided(tmp_path, 2, stopped())
-    other: Any = SimpleNamespace(name="refunds", sources=made.sources, sinks=made.sinks)
+    other: Any = SimpleNamespace(name="refunds", sources=made.sources, sinks=made.sinks, guarantee=made.guarantee)
     decide(other, 3, _place(Owner("owner"), psutil.Process()))
     file = tmp_path / "where.yaml"
     file.write_text(f"ledger: {{format: sqlite, path: {tmp_path}/out.db, table: orders}}")

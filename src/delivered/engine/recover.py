@@ -132,14 +132,25 @@ def plan_batch(
 
 
 def _judge(context: Context, view: CheckpointView, state: LedgerState) -> Verdict:
-    others = find_other_ledgers(context.ledger, view, state)
+    # Whether batch 0 ran before under another name is checked at the start (`pipeline/facts.py`).
+    others = find_other_ledgers(context.ledger, state) if view.batch else ()
     return judge(state, view, context.scope, context.guarantee, context.tolerance, others)
 
 
-def find_other_ledgers(ledger: Ledger, view: CheckpointView, state: LedgerState) -> Sequence[OtherLedger]:
-    """Other ledgers in the same place, if this one lacks the checkpoint it should hold, perhaps after a rename."""
-    known = state.last is not None or state.started is not None or state.archived is not None
-    if known or view.batch == 0:
+def check_next_batch(context: Context, view: CheckpointView, state: LedgerState) -> None:
+    """Raise what would stop the batch about to run before anything of it is written, apart from targets."""
+    verdict = judge(state, view, context.scope, context.guarantee, context.tolerance)
+    unfinished = verdict.decision if isinstance(verdict, DecidedBatch) else _find_unfinished(state)
+    if unfinished is not None:
+        _check_sinks(context, unfinished)
+
+
+def find_other_ledgers(ledger: Ledger, state: LedgerState) -> Sequence[OtherLedger]:
+    """Other ledgers in the same place, if this one lacks the checkpoint it should hold, perhaps after a rename.
+
+    Not for a checkpoint without a batch, which no ledger needs to hold.
+    """
+    if state.last is not None or state.started is not None or state.archived is not None:
         return ()
     try:
         return ledger.others()

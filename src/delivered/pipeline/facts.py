@@ -35,14 +35,15 @@ from delivered.checkpoint.sidecar import find_changed_dedup, read_decider, read_
 from delivered.contract.sink import Sink
 from delivered.contract.source import Finding, Source
 from delivered.engine import Member, Sinks
-from delivered.engine.context import find_living, open_shared_ledger
-from delivered.engine.recover import find_other_ledgers, find_rename, judge
-from delivered.model.capability import SourceCapability, WriteMode
+from delivered.engine.context import Context, check_targets, find_living, open_shared_ledger
+from delivered.engine.recover import check_next_batch, find_other_ledgers, find_rename, judge
+from delivered.model.capability import Guarantee, SourceCapability, WriteMode
 from delivered.model.errors import (
     DeliveredError,
     InvariantBroken,
     MissingExtra,
     Refused,
+    TargetChanged,
     Unreachable,
     UsageError,
     missing_extra,
@@ -50,7 +51,7 @@ from delivered.model.errors import (
 from delivered.model.identity import SOURCE, Scope
 from delivered.model.options import resolve_secret
 from delivered.model.patience import asking_once
-from delivered.model.work import CheckpointView, LedgerState
+from delivered.model.work import CheckpointView, LedgerState, Owner
 from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint, Item, Projection, datasets
@@ -363,15 +364,17 @@ def _build_checkpoint(pipeline: Definition, session: SessionFacts | None, takeov
     # Before the ledger, which a running pipeline advances.
     done = newest is not None and is_done(pipeline.checkpoint, newest)
     scope = spec.scope(sinks, incarnation)
-    ledger = open_shared_ledger(sinks, scope)
+    context = Context.open(sinks, scope, pipeline.guarantee, Owner("plan"), spec.tolerance)
     try:
-        state = ledger.look()
-        view = CheckpointView(scope.incarnation, 0 if newest is None else newest + int(done), "", None)
+        state = context.ledger.look()
         if newest is not None and (damaged := find_damaged(pipeline.checkpoint, newest)) is not None:
             raise _refused_damage(pipeline.checkpoint, *damaged, _find_newest(state))
-        other_name = find_rename(view, scope, spec.tolerance, find_other_ledgers(ledger, view, state))
+        view = _next_batch(pipeline.checkpoint)
+        others = () if newest is None else find_other_ledgers(context.ledger, state)
+        other_name = find_rename(view, scope, spec.tolerance, others)
+        refusals = dict(_refusals(context, view, state)) if newest is not None else {}
     finally:
-        ledger.close()
+        context.close()
     # Over Spark Connect the owner's process is the server, which outlives the query.
     connect = session is not None and session.jvm is None
     return CheckpointFacts(
@@ -384,6 +387,7 @@ def _build_checkpoint(pipeline: Definition, session: SessionFacts | None, takeov
         owner=None if connect else find_living(state.owner, session.jvm if session is not None else None),
         unwritable=find_unwritable(pipeline.checkpoint),
         renamed=other_name,
+        refusals=refusals,
         ledger_missing=newest is not None
         and _find_newest(state) is None
         and not pipeline.missing_ledger
@@ -403,6 +407,26 @@ def _build_checkpoint(pipeline: Definition, session: SessionFacts | None, takeov
         if incarnation is not None
         else None,
     )
+
+
+def _refusals(
+    context: Context, view: CheckpointView, state: LedgerState
+) -> Iterator[tuple[Guarantee, Refused | InvariantBroken]]:
+    """What would stop the next batch, by guarantee."""
+    if _find_newest(state) == view.batch and not view.offsets:
+        return  # a running query logs them just now
+    changed: TargetChanged | None = None
+    try:
+        check_targets(context, state.last)
+    except TargetChanged as error:
+        changed = error
+    for guarantee in Guarantee:
+        try:
+            check_next_batch(replace(context, guarantee=guarantee), view, state)
+            if changed is not None:
+                raise changed
+        except (Refused, InvariantBroken) as error:
+            yield guarantee, error
 
 
 def _refused_damage(location: str, log: str, batch: int, decided: int | None) -> Refused:
@@ -521,7 +545,7 @@ def _refused_by_ledger(spec: PipelineSpec, sinks: Sinks, checkpoint: str) -> Non
         if newest is not None and (damaged := find_damaged(checkpoint, newest)) is not None:
             raise _refused_damage(checkpoint, *damaged, _find_newest(state))
         view = _next_batch(checkpoint)
-        others = find_other_ledgers(ledger, view, state)
+        others = () if newest is None else find_other_ledgers(ledger, state)
     finally:
         ledger.close()
     if _find_newest(state) == view.batch and not view.offsets:

@@ -126,6 +126,7 @@ class CheckpointFacts:
         transform_changed: first and newest batch that ran with another transform than the current one; None: the newest
             one ran with the current one, or it is unknown.
         renamed: its batches are in the ledger under another name of pipeline or sink.
+        refusals: what else would stop the next batch before its first write, by guarantee.
         unwritable: why Spark could not write it; None: it could, or it is unknown.
         ledger_behind: the ledger has lost decided batches, and the user did not accept that.
         ledger_offsets: where the ledger's last decided batch of this incarnation ended; empty: there is none.
@@ -159,6 +160,7 @@ class CheckpointFacts:
     unfinished: bool = False
     other_decider: str | None = None
     removed: Mapping[str, str] = field(default_factory=dict)
+    refusals: Mapping[Guarantee, DeliveredError] = field(default_factory=dict)
 
     @property
     def offsets(self) -> dict[str, str]:
@@ -491,6 +493,15 @@ def checkpoint_known(request: Request) -> Reason | None:
     )
 
 
+def next_batch_accepted(request: Request) -> Reason | None:
+    """What a batch checks that the rules before do not: a stricter guarantee, other targets or sinks over a batch in
+    flight."""
+    error = request.checkpoint.refusals.get(request.guarantee)
+    if error is None or any(rule(request) is not None for rule in _OF_LEDGERS):
+        return None
+    return Reason(error.code.removeprefix(PREFIX), error.message, error.next_step or "")
+
+
 def preflight_passed(request: Request) -> Reason | None:
     for finding in sorted(request.findings, key=lambda f: f.transient):
         if finding.refuses and finding.only in (None, request.guarantee):
@@ -542,6 +553,15 @@ def _undone(request: Request) -> str:
     )
 
 
+_OF_LEDGERS: tuple[Rule, ...] = (
+    decider_kept,
+    ledger_not_ahead,
+    ledger_named,
+    ledger_there,
+    ledger_not_behind,
+    checkpoint_known,
+)
+
 RULES: tuple[Rule, ...] = (
     some_sink,
     names_differ,
@@ -565,12 +585,8 @@ RULES: tuple[Rule, ...] = (
     dedup_unchanged,
     sources_known,
     checkpoint_writable,
-    decider_kept,
-    ledger_not_ahead,
-    ledger_named,
-    ledger_there,
-    ledger_not_behind,
-    checkpoint_known,
+    *_OF_LEDGERS,
+    next_batch_accepted,
     preflight_passed,
 )
 
