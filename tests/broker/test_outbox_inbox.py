@@ -5,17 +5,27 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import itertools
+import json
+import sqlite3
+import sys
 import threading
 from collections import Counter
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psycopg
+import pymysql
 import pytest
+import sqlalchemy
+import sqlalchemy.orm
+from psycopg.types.json import set_json_loads
 from tests.broker.outbox_help import Database, database
 
 from delivered.model.errors import InvariantBroken, Refused
 from delivered.patterns import outbox
-from delivered.patterns.inbox import clean, ddl, inbox
+from delivered.patterns.inbox import Delivery, clean, consume, ddl, inbox
 from delivered_lab.verify import applications
 
 _names = itertools.count()
@@ -38,7 +48,7 @@ class Boxes(Database):
 
     def put(self, connection: Any, id_: Any, **given: Any) -> outbox.Entry:
         message = {"aggregate_type": "order", "aggregate_id": "7", "type": "created", "payload": {"b": 1, "a": "é"}}
-        return outbox.put(connection, id=id_, layout=self.layout, **message | given)
+        return outbox.put(connection, id=id_, **{"layout": self.layout} | message | given)
 
 
 @pytest.fixture(params=[f"{d}-{c}" for d in DIALECTS for c in ("driver", "session", "connection")])
@@ -80,6 +90,124 @@ def test_a_second_put_is_answered_with_the_first_row_and_the_transaction_goes_on
         assert not db.put(connection, second, payload=numbers, on_duplicate="ignore").stored
         connection.commit()
     assert db.execute(f"SELECT COUNT(*) FROM {db.outbox}") == [(2,)]
+
+
+@pytest.mark.parametrize("kind", ["json", "bytes"])
+def test_json_of_every_kind_is_stored_and_recognised(db: Boxes, kind: Any) -> None:
+    layout = outbox.Layout(table=f"{db.outbox}_{kind}")
+    db.execute(outbox.ddl(db.dialect, layout, payload=kind))
+    payloads = [{"path": "C:\\dir", "said": '"é"\n'}, {"total": 1.25}, '"text"', '"1"', "null", "[]", "true"]
+    with contextlib.closing(db.connect()) as connection:
+        if db.client == "driver" and db.dialect == "postgres":
+            set_json_loads(partial(json.loads, parse_float=Decimal), connection)
+        for payload in payloads:
+            id_ = outbox.new_id()
+            assert db.put(connection, id_, payload=payload, layout=layout).stored
+            again = db.put(connection, id_, payload=payload, layout=layout, on_duplicate="ignore")
+            assert not again.stored
+            connection.commit()
+            stored = db.execute(f"SELECT payload FROM {layout.table} WHERE id = '{id_}'")
+            if kind == "bytes":
+                raw = stored[0][0].encode() if isinstance(stored[0][0], str) else bytes(stored[0][0])
+                assert json.loads(raw) == (json.loads(payload) if isinstance(payload, str) else payload)
+            with pytest.raises(outbox.DuplicateId, match="OUTBOX_ID_REUSED"):
+                db.put(connection, id_, payload={"other": 1}, layout=layout, on_duplicate="ignore")
+        connection.rollback()
+
+
+def test_an_error_of_rows_that_a_session_sends_late_is_the_callers(db: Boxes) -> None:
+    db.execute(f"CREATE UNIQUE INDEX {db.orders}_n ON {db.orders} (n)")
+    db.execute(f"INSERT INTO {db.orders} VALUES (1, '')")
+    with contextlib.closing(db.connect()) as connection:
+        if db.client != "session":
+            pytest.skip("sends every row at once")
+        orders = sqlalchemy.Table(
+            db.orders, sqlalchemy.MetaData(), sqlalchemy.Column("n", sqlalchemy.Integer, primary_key=True)
+        )
+        mapped = type("Order", (), {})
+        sqlalchemy.orm.registry().map_imperatively(mapped, orders)
+        order = mapped()
+        order.n = 1  # type: ignore[attr-defined]
+        with (
+            pytest.raises(sqlalchemy.exc.IntegrityError),
+            inbox(connection, "1", consumer="a", table=db.inbox),
+        ):
+            connection.add(order)
+        with inbox(connection, "2", consumer="a", table=db.inbox) as first:
+            assert first
+        connection.commit()
+    assert db.execute(f"SELECT COUNT(*) FROM {db.inbox}") == [(1,)], "the transaction went on"
+
+
+@pytest.mark.parametrize("dialect", ["sqlite", "postgres"])
+def test_a_message_whose_row_a_trigger_drops_is_no_repeat(
+    dialect: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    db = database(Boxes, request, dialect, tmp_path)
+    drop = "BEGIN SELECT RAISE(IGNORE); END"
+    if dialect == "postgres":
+        db.execute(f"CREATE FUNCTION {db.inbox}_f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'")
+        drop = f"EXECUTE FUNCTION {db.inbox}_f()"
+    db.execute(f"CREATE TRIGGER {db.inbox}_t BEFORE INSERT ON {db.inbox} FOR EACH ROW {drop}")
+    with contextlib.closing(db.raw()) as connection:
+        with pytest.raises(Refused, match="INBOX_ROW"), inbox(connection, "1", consumer="a", table=db.inbox):
+            pass
+        connection.rollback()
+
+
+def test_cursors_and_pipelines_of_psycopg_change_no_answer(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    db = database(Boxes, request, "postgres", tmp_path)
+    with contextlib.closing(db.raw()) as connection:
+        for n, kind in enumerate((psycopg.Cursor, psycopg.RawCursor, psycopg.ClientCursor)):
+            connection.cursor_factory, answers = kind, []
+            with connection.pipeline():
+                for _ in range(2):
+                    with inbox(connection, str(n), consumer="a", table=db.inbox) as first:
+                        answers.append(first)
+                assert db.put(connection, outbox.new_id()).stored
+            connection.commit()
+            assert answers == [True, False], kind
+
+
+def test_a_transaction_that_a_deadlock_ended_is_not_taken_for_open(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """In autocommit, with a transaction begun by the caller: PyMySQL reports it as open after the server ended it."""
+    db = database(Boxes, request, "mysql", tmp_path)
+    db.execute(f"ALTER TABLE {db.orders} ADD PRIMARY KEY (n)")
+    db.execute(f"INSERT INTO {db.orders} VALUES (1, ''), (2, '')")
+    with contextlib.closing(db.raw()) as connection, contextlib.closing(db.raw()) as other:
+        connection.autocommit(True)
+        connection.begin()
+        applications.execute(connection, f"UPDATE {db.orders} SET message = 'a' WHERE n = 1")
+        applications.execute(other, f"INSERT INTO {db.orders} VALUES {', '.join(f'({n}, 0)' for n in range(3, 40))}")
+        applications.execute(other, f"UPDATE {db.orders} SET message = 'b' WHERE n = 2")
+        thread = threading.Thread(
+            target=applications.execute, args=(other, f"UPDATE {db.orders} SET message = 'b' WHERE n = 1")
+        )
+        thread.start()
+        thread.join(0.5)
+        with pytest.raises(pymysql.err.OperationalError, match="Deadlock"):
+            applications.execute(connection, f"UPDATE {db.orders} SET message = 'a' WHERE n = 2")
+        thread.join(60)
+        with pytest.raises(Refused, match="AUTOCOMMIT"), inbox(connection, "1", consumer="a", table=db.inbox):
+            pass
+        other.rollback()
+    assert db.execute(f"SELECT COUNT(*) FROM {db.inbox}") == [(0,)]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sqlite3 has no autocommit=True")
+def test_a_message_is_acknowledged_after_the_commit_of_a_connection_in_autocommit(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "a.db", autocommit=True)) as connection:  # type: ignore[call-overload]
+        connection.execute(ddl("sqlite"))
+        open_: list[bool] = []
+        end = lambda: open_.append(connection.in_transaction)  # noqa: E731
+        for n in range(2):
+            connection.execute("BEGIN")
+            with contextlib.suppress(ZeroDivisionError), consume(connection, Delivery(str(n), end, end), consumer="a"):
+                _ = 1 / n
+        assert open_ == [False, False]
+        assert connection.execute("SELECT message_id FROM inbox").fetchall() == [("1",)]
 
 
 def test_an_effect_happens_once_per_consumer(db: Boxes) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from delivered.model.errors import Refused, UsageError
 
 DIALECTS = ("postgres", "mysql", "sqlite")
-_DUPLICATE_MYSQL, _NO_TABLE_MYSQL = 1062, 1146
+_DUPLICATE_MYSQL, _NO_TABLE_MYSQL, _NO_SAVEPOINT_MYSQL = 1062, 1146, 1305
 _IN_TRANSACTION_MYSQL = 1  # SERVER_STATUS_IN_TRANS
 NOW_MS = {
     "postgres": "CAST(extract(epoch FROM clock_timestamp()) * 1000 AS BIGINT)",
@@ -82,6 +82,8 @@ class Caller:
         if self.dialect == "postgres":
             alone, how = driver.autocommit and driver.info.transaction_status == 0, "connection.autocommit = False"
         elif self.dialect == "mysql":
+            if driver.get_autocommit():
+                self.execute("DO 0")  # after a deadlock, the client still reports the transaction that it ended
             alone = driver.get_autocommit() and not driver.server_status & _IN_TRANSACTION_MYSQL
             how = "connection.autocommit(False)"
         else:
@@ -101,15 +103,26 @@ class Caller:
             result = self._alchemy.exec_driver_sql(text, tuple(values))
             return Answer([tuple(r) for r in result.fetchall()] if result.returns_rows else [], result.rowcount)
         with contextlib.closing(self._cursor()) as cursor:
-            cursor.execute(text, tuple(values))
+            with self._answered():
+                cursor.execute(text, tuple(values))
             return Answer(list(cursor.fetchall()) if cursor.description else [], cursor.rowcount)
+
+    def _answered(self) -> contextlib.AbstractContextManager[Any]:
+        """Waits for the answer, also in psycopg's pipeline mode, where rows and their count are unknown before it."""
+        if self.dialect != "postgres" or not self.driver.pgconn.pipeline_status:
+            return contextlib.nullcontext()
+        pipeline: contextlib.AbstractContextManager[Any] = self.driver.pipeline()  # nested: its end waits
+        return pipeline
 
     def _cursor(self) -> Any:
         """A cursor that returns tuples, regardless of the connection's row factory."""
         if self.dialect == "postgres":
-            from psycopg.rows import tuple_row
+            import psycopg
 
-            return self.driver.cursor(row_factory=tuple_row)
+            kind = self.driver.cursor_factory
+            if issubclass(kind, psycopg.RawCursor):  # takes $1 instead of %s
+                kind = psycopg.Cursor
+            return kind(self.driver, row_factory=psycopg.rows.tuple_row)
         if self.dialect == "mysql":
             from pymysql.cursors import Cursor
 
@@ -157,6 +170,8 @@ class Caller:
             undo = lambda: self.execute(f"ROLLBACK TO SAVEPOINT {name}")  # noqa: E731
         try:
             yield
+            if self._connection is not self._alchemy is not None:
+                self._connection.flush()  # here, as an error of a row that it has not sent yet is the block's
         except BaseException:
             with contextlib.suppress(Exception):  # the connection or the transaction has ended, and with it all rows
                 undo()
@@ -164,7 +179,9 @@ class Caller:
         try:
             release()
         except Exception as error:
-            raise committed() from error
+            if self._ended(error):
+                raise committed() from error
+            raise
 
     def quoted(self, name: str) -> str:
         """A table or column, `schema.table` included."""
@@ -198,9 +215,16 @@ class Caller:
             rows = ()
         if not rows:
             raise absent
-        version = rows[0][0]
+        version = int(rows[0][0])
         if not 0 <= version <= newest:
             raise Refused("FORMAT_NEWER", what=what, version=version, newest=newest)
+
+    def _ended(self, error: Exception) -> bool:
+        """The error says that the savepoint's transaction has ended, or failed."""
+        own = cause(error)
+        if self.dialect == "postgres":
+            return getattr(own, "sqlstate", None) in ("3B001", "25P01", "25P02")
+        return own.args[:1] == (_NO_SAVEPOINT_MYSQL,) or "no such savepoint" in str(own)
 
     def missing(self, error: Exception) -> bool:
         """The error says that a table does not exist."""

@@ -206,7 +206,7 @@ class Aggregate:
         _check_tables(caller)
         return caller
 
-    def _load(self, caller: Caller, key: str) -> Loaded:
+    def _load(self, caller: Caller, key: str, latest: str = "") -> Loaded:
         at = (self.name, caller.exact(key))
         kept = caller.execute(
             f"SELECT version, state FROM {SNAPSHOTS} WHERE aggregate = ? AND aggregate_id = ? AND fold = ?",
@@ -218,14 +218,19 @@ class Aggregate:
             version = int(kept[0][0])
             with _stored(f"the snapshot of {what} at version {version}"):
                 state = json.loads(kept[0][1])
-        for number, event in _events(caller, at, version, what):
+        for number, event in _events(caller, at, version, what, latest):
             if number != version + 1:
                 raise InvariantBroken("EVENTS_GAP", name=self.name, key=key, version=version, number=number)
             version, state = number, self.apply(state, event)
         return Loaded(state, version)
 
     def _snapshot(self, caller: Caller, key: str) -> None:
-        state, version = self._load(caller, key)
+        try:
+            state, version = self._load(caller, key)
+        except InvariantBroken:  # in MySQL, events were committed after this transaction's first read
+            if not caller.latest:
+                raise
+            state, version = self._load(caller, key, caller.latest)
         text = _json(f"The state of {self.name} {key!r}", state)
         if json.loads(text) != state:
             raise BadRecord("EVENTS_STATE", name=self.name, key=key, state=state)
@@ -280,11 +285,11 @@ class _Exists(Exception):
     """A version or an id exists."""
 
 
-def _events(caller: Caller, at: tuple[Any, ...], after: int, what: str) -> Iterator[tuple[int, Event]]:
+def _events(caller: Caller, at: tuple[Any, ...], after: int, what: str, latest: str) -> Iterator[tuple[int, Event]]:
     while True:
         rows = caller.execute(
             f"SELECT version, id, type, payload FROM {EVENTS} WHERE aggregate = ? AND aggregate_id = ? "
-            f"AND version > ? ORDER BY version LIMIT {_READ}",
+            f"AND version > ? ORDER BY version LIMIT {_READ}{latest}",
             (*at, after),
         ).rows
         for number, id_, type_, payload in rows:

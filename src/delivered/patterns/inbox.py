@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import sqlite3
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from delivered.model.errors import BadRecord, InvariantBroken, Refused, UsageError
 from delivered.model.options import check_argument
@@ -86,7 +87,11 @@ def inbox(
 
     with caller.savepoint(committed):
         try:
-            first = caller.insert(caller.quoted(table), columns, [*map(caller.exact, values)])
+            name, row = caller.quoted(table), [*map(caller.exact, values)]
+            first = caller.insert(name, columns, row)
+            where = f"WHERE consumer = ? AND message_id = ?{caller.latest}"
+            if not first and not caller.execute(f"SELECT 1 FROM {name} {where}", row).rows:  # noqa: S608
+                raise Refused("INBOX_ROW", table=table, id=values[1])
         except Exception as error:
             _refuse_missing(caller, table, error)
             raise
@@ -121,13 +126,20 @@ def consume(connection: Any, delivery: Delivery, *, consumer: str, table: str = 
     try:
         with inbox(connection, delivery.id, consumer=consumer, table=table) as first:
             yield first
-        connection.commit()
+        _end(connection, "commit")
     except BaseException:
         with contextlib.suppress(Exception):  # the connection is lost, and with it the transaction
-            connection.rollback()
+            _end(connection, "rollback")
         delivery.give_back()
         raise
     delivery.acknowledge()
+
+
+def _end(connection: Any, how: Literal["commit", "rollback"]) -> None:
+    getattr(connection, how)()
+    sqlite = isinstance(connection, sqlite3.Connection) and connection.in_transaction
+    if sqlite and getattr(connection, "autocommit", None) is True:
+        connection.execute(how)  # with autocommit=True, sqlite3's own methods do nothing
 
 
 def from_kafka(consumer: Any, message: Any, *, headers: Sequence[str] = KAFKA_HEADERS) -> Delivery:
