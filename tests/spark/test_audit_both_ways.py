@@ -218,7 +218,17 @@ def continued_restored(case: Case) -> None:
     case.sql(*["INSERT INTO rows SELECT * FROM kept"] * 2, "INSERT INTO rows SELECT * FROM rows WHERE id = 9")
 
 
-CASES |= {f.__name__: f for f in (continued, continued_ahead, continued_restored)}
+def continued_equal(case: Case) -> None:
+    """As `continued_restored`; the new batches have equal rows."""
+    clean(case)
+    case.sql("CREATE TABLE kept AS SELECT * FROM rows WHERE id = 8", "DELETE FROM rows WHERE id = 8")
+    assert case.pipeline.audit().verdict is Verdict.BROKEN
+    case.add(ROWS)
+    deliver(case.pipeline)
+    case.sql("INSERT INTO rows SELECT * FROM kept", "INSERT INTO rows SELECT * FROM rows WHERE id = 9 LIMIT 1")
+
+
+CASES |= {f.__name__: f for f in (continued, continued_ahead, continued_restored, continued_equal)}
 
 
 @pytest.mark.matrix
@@ -253,6 +263,8 @@ def test_both_ways_report_the_same(spark: SparkSession, tmp_path: Path, name: st
                 assert here.counts.duplicated
             case "continued_restored":
                 assert (here.counts.earlier, here.counts.duplicated, here.counts.unexpected) == (1, 2, 0)
+            case "continued_equal":
+                assert (here.counts.earlier, here.counts.duplicated, here.counts.unexpected) == (1, 1, 0)
             case "continued":
                 assert here.counts.sent == ROWS
                 assert (here.counts.duplicated, here.counts.lost) == (1, 1)

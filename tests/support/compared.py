@@ -65,19 +65,21 @@ class RecordComparison(Comparison):
         may = self._sent([*ranges.optional, *([undecided] if undecided is not None else [])])
         wanted = {r.id for r in (*must, *may)}
         old = [r for r in self._old if r.id in wanted]
+        first = [r for r in self._old if r.id not in wanted]
         copies = Counter((r.id, r.value) for r in old)
         for row in self._sent(ranges.again):
             if copies[row.id, row.value]:
                 copies[row.id, row.value] -= 1
                 may.append(row)
+                first.append(row)
         before = self._sent(ranges.before)
-        if ranges.sealed:
+        if ranges.sealed is not None:
             names = self._names()
-            known = (r for s in ranges.sealed for b in self._scan.read(s) for r in self._rows(b.select(names)))
-            copies = Counter((r.id, r.value) for r in known)
+            first += (r for s in ranges.sealed for b in self._scan.read(s) for r in self._rows(b.select(names)))
+            copies = Counter((r.id, r.value) for r in first)
             for row in before:
                 copies[row.id, row.value] -= 1
-                may += [row] if copies[row.id, row.value] < 0 and row.id not in wanted else []
+                may += [row] if copies[row.id, row.value] < 0 else []
         return Findings(_result(must, may, [*self._stored, *old], before))
 
     def _sent(self, ranges: Sequence[tuple[Positions, Positions]]) -> list[_Row]:

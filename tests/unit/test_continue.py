@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from tests.support.compared import by_record
 from tests.support.orders import COPY, DELETE, FOREIGN, ROWS, Keys, Orders, clean, half, states
 from tests.support.sweeps import sweep
 from tests.support.without_spark import deliver
@@ -115,6 +116,30 @@ def test_a_lost_row_that_was_restored_is_no_duplicate_and_a_second_copy_is(order
     assert orders.seals()[-1].total.counts == Counts(2 * ROWS, 2 * ROWS, lost=1, earlier=1)
     orders.sql("INSERT INTO orders SELECT * FROM kept", COPY.format(7))
     assert orders.audit().counts == Counts(0, 2, duplicated=2)
+
+
+@pytest.mark.parametrize("comparing", [by_record, None], ids=["by_record", "local"])
+def test_a_restored_row_that_equals_a_new_one_is_no_duplicate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comparing: Any
+) -> None:
+    """One of them came while a batch was in flight, and is read again."""
+    monkeypatch.setattr(sealing, "_CUT_WAIT_S", 0)
+    keys = Keys(tmp_path, guarantee="at_least_once")
+    row = "VALUES (CAST('2' AS BLOB))"
+
+    def audit() -> Counts:
+        return (keys.audit() if comparing else keys.pipeline().audit()).counts
+
+    keys.run()
+    keys.sql("DELETE FROM orders WHERE rowid IN (SELECT rowid FROM orders WHERE key = CAST('2' AS BLOB) LIMIT 2)")
+    assert audit().lost == 2
+    keys.send()
+    deliver(keys.pipeline(), only_plan=True)
+    keys.sql(f"INSERT INTO orders {row}")
+    assert audit().in_progress == 1
+    assert deliver(keys.pipeline()) == 1
+    keys.sql(f"INSERT INTO orders {row}, (CAST('2' AS BLOB))")
+    assert audit() == Counts(ROWS, ROWS + 3, duplicated=1, earlier=2)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["dropped", "retried"])

@@ -102,9 +102,9 @@ class Ranges:
         must: the source ranges whose rows must be in the sink, in order.
         ends: (batch, its end) as far as the ledger keeps them, oldest first.
         again: source ranges before those, sealed, whose rows may be among the slices that were read again.
-        before: sealed source ranges: unexpected rows of the sink that are theirs are duplicates.
-        sealed: slices of the sink that earlier audits read. Rows of `before` that are not there may be unexpected rows
-            of now, and are in progress then; none: all of them are there.
+        before: sealed source ranges: further rows of the sink that are theirs are duplicates.
+        sealed: slices of the sink before those that were read. Rows of `before` that were not there may be further rows
+            of now, and are in progress then; None: all of them were there.
         optional: source ranges before `must`, whose rows may be in the sink and need not be.
     """
 
@@ -113,7 +113,7 @@ class Ranges:
     ends: Sequence[tuple[int, Positions]]
     again: Sequence[tuple[Positions, Positions]] = ()
     before: Sequence[tuple[Positions, Positions]] = ()
-    sealed: Sequence[Slice] = ()
+    sealed: Sequence[Slice] | None = None
     optional: Sequence[tuple[Positions, Positions]] = ()
 
 
@@ -285,17 +285,17 @@ def _compare(
             current, _ = find_earlier(clip(every, at, parsed(expired.end), account_at), request.transform_version)
             optional = [(parsed(expired.start), parsed(expired.end))]
             findings = comparison.compare(replace(ranges, must=join_adjacent(current), optional=optional))
-        late = 0
+        late, first = 0, findings.result.counts
+        lacks = base is not None and _may_lack(request, start, base)
         # Where sealed rows were moved or replaced, a second copy may be the only one.
-        if base is not None and findings.result.counts.unexpected and not start.changes.altered:
+        if base is not None and (first.unexpected or (first.duplicated and lacks)) and not start.changes.altered:
             say("looking for the unexpected records in sealed batches")
-            known = _readable_before(base, sealed, ends, comparison.sources)
-            ranges = replace(ranges, before=join_adjacent(known))
-            first, findings = findings.result.counts, comparison.compare(ranges) if known else findings
-            if findings.result.counts.duplicated > first.duplicated and _may_lack(request, start, base):
+            if known := _readable_before(base, sealed, ends, comparison.sources):
+                ranges = replace(ranges, before=join_adjacent(known))
+                findings = comparison.compare(ranges)
+            if known and findings.result.counts.duplicated and lacks:
                 say("looking for their first copies in the sealed part of the sink")
-                until_seal = base.sink_read or base.sink_end
-                findings = comparison.compare(replace(ranges, sealed=scan.slices(None, until_seal)))
+                findings = comparison.compare(replace(ranges, sealed=scan.slices(None, base.sink_end)))
                 late = findings.result.counts.in_progress - first.in_progress
         unexcused = 0
         if request.guarantee.may_lose and mode == APPEND and earlier is None and expired is None:

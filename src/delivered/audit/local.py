@@ -289,22 +289,25 @@ class LocalComparison(Comparison):
         sent = self._sent(ranges.must)
         optional += [self._sent([undecided])] if undecided is not None else []
         ahead = joined(optional) if optional else None
-        there = self._stored
+        there, others = self._stored, list[Side]()
         if self._again:
-            there, ahead = self._without_sealed(sent, ahead, again)
+            there, ahead, others = self._without_sealed(sent, ahead, again)
         sealed = None
         if ranges.before:
-            known = sent if ahead is None else joined([sent, ahead])
-            unexpected = there.where(~there.shares_id(known))
-            sealed = self._sent(ranges.before, unexpected).unordered()
-            if ranges.sealed:
-                late = sealed.where(~sealed.at_most(self._read(ranges.sealed, self._columns, 0, unexpected)))
+            surplus = there.where(~there.at_most(sent if ahead is None else joined([sent, ahead])))
+            sealed = self._sent(ranges.before, surplus).unordered()
+            if ranges.sealed is not None:
+                first = joined([self._read(ranges.sealed, self._columns, 0, surplus), *others])
+                late = sealed.where(~sealed.at_most(first))
                 ahead = late if ahead is None else joined([ahead, late])
         samples_max = self._request.samples_max
         return Findings(reconcile(sent, ahead, there, self._origins, self._places, samples_max, sealed))
 
-    def _without_sealed(self, sent: Side, ahead: Side | None, again: Side | None) -> tuple[Side, Side | None]:
-        """The sink's rows, and what may be among them, if some were compared by an earlier audit.
+    def _without_sealed(
+        self, sent: Side, ahead: Side | None, again: Side | None
+    ) -> tuple[Side, Side | None, list[Side]]:
+        """The sink's rows, and what may be among them, if some were compared by an earlier audit; and rows of sealed
+        batches that were.
 
         Args:
             again: rows of sealed batches, which may be among those.
@@ -312,10 +315,11 @@ class LocalComparison(Comparison):
         is_new = self._stored.slots >= self._again
         wanted = self._stored.shares_id(sent if ahead is None else joined([sent, ahead]))
         there = self._stored.where(is_new | wanted)
+        others = replace(self._stored.where(~is_new & ~wanted), position=None)
         if again is None:
-            return there, ahead
+            return there, ahead, [others]
         found = again.where(again.at_most(self._stored.where(~is_new & wanted)))
-        return there, found if ahead is None else joined([ahead, found])
+        return there, found if ahead is None else joined([ahead, found]), [others, found]
 
     def _sent(self, ranges: Sequence[tuple[Positions, Positions]], only: Side | None = None) -> Side:
         """Args: only: records that share an id with one of these; None: all."""

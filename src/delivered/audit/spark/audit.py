@@ -325,18 +325,18 @@ class SparkComparison(Comparison):
             optional = [source.hash(scope, ranges.optional)[0]] if ranges.optional else []
             sent, ordered = source.hash(scope, ranges.must)
             there = own
+            others: list[DataFrame] = []
             if read.undecided is not None:
                 optional.append(source.hash(scope, [read.undecided])[0])
             ahead = reduce(lambda one, other: one.unionByName(other), optional) if optional else None
             if self._again:
-                there, ahead = self._without_sealed(sent, ahead, again)
+                there, ahead, others = self._without_sealed(sent, ahead, again)
             if ranges.before:
                 before = without_order(source.hash(scope, ranges.before)[0])
-                known = sent.select("id") if ahead is None else sent.select("id").union(ahead.select("id"))
-                unexpected = there.select("id").join(known, "id", "left_anti")
-                sealed = before.join(unexpected, "id", "left_semi")
-                if ranges.sealed:
-                    late = _copies(sealed, self._rows(ranges.sealed, Slots())).filter("nth > copies")
+                surplus = _copies(there, sent, *([ahead] if ahead is not None else [])).filter("nth > copies")
+                sealed = before.join(surplus, "id", "left_semi")
+                if ranges.sealed is not None:
+                    late = _copies(sealed, self._rows(ranges.sealed, Slots()), *others).filter("nth > copies")
                     optional = [*([ahead] if ahead is not None else []), late.select(sealed.columns)]
                     ahead = reduce(lambda one, other: one.unionByName(other), optional)
         keys = source.keys
@@ -353,8 +353,9 @@ class SparkComparison(Comparison):
 
     def _without_sealed(
         self, sent: DataFrame, ahead: DataFrame | None, again: DataFrame | None
-    ) -> tuple[DataFrame, DataFrame | None]:
-        """The sink's rows, and what may be among them, if some were compared by an earlier audit.
+    ) -> tuple[DataFrame, DataFrame | None, list[DataFrame]]:
+        """The sink's rows, and what may be among them, if some were compared by an earlier audit; and rows of sealed
+        batches that were.
 
         Args:
             again: rows of sealed batches, which may be among those.
@@ -362,19 +363,21 @@ class SparkComparison(Comparison):
         is_new = slot_of(F.col("at")) >= self._again
         wanted = sent.select("id") if ahead is None else sent.select("id").union(ahead.select("id"))
         repeated = self._own.filter(~is_new).join(wanted, "id", "left_semi")
+        others = self._own.filter(~is_new).join(wanted, "id", "left_anti")
         there = self._own.filter(is_new).unionByName(repeated)
         if again is None:
-            return there, ahead
+            return there, ahead, [others]
         found = _copies(again, repeated).filter("nth <= copies").select(again.columns)
-        return there, found if ahead is None else ahead.unionByName(found)
+        return there, found if ahead is None else ahead.unionByName(found), [others, found]
 
     def combines(self) -> Sequence[str]:
         return beyond_rows(self._probe)
 
 
-def _copies(rows: DataFrame, others: DataFrame) -> DataFrame:
+def _copies(rows: DataFrame, *others: DataFrame) -> DataFrame:
     """Each row with its number `nth` among those of its id and value, and how many `copies` of it others have."""
-    copies = others.groupBy("id", "low").agg(F.count("*").alias("copies"))
+    copies = reduce(lambda one, other: one.union(other), [o.select("id", "low") for o in others])
+    copies = copies.groupBy("id", "low").agg(F.count("*").alias("copies"))
     nth = F.row_number().over(Window.partitionBy("id", "low").orderBy("at"))
     return rows.withColumn("nth", nth).join(copies, ["id", "low"], "left").fillna(0, "copies")
 
