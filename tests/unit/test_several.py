@@ -262,7 +262,9 @@ def test_a_decision_is_the_same_text_for_one_sink_and_keeps_all_for_several() ->
     assert two.projected("a") == one
 
 
-def test_an_audit_reads_each_sink_from_the_one_ledger() -> None:
+@pytest.mark.parametrize("now", [EXACTLY, Guarantee.AT_LEAST_ONCE])
+def test_an_audit_reads_each_sink_from_the_one_ledger(now: Guarantee) -> None:
+    """Whatever the guarantee is now: a batch is finished under that of its decision."""
     sink = group("audit-group", "two_phase", "two_phase")
     on = context(sink)
     run(sink, 0, on)
@@ -282,7 +284,10 @@ def test_an_audit_reads_each_sink_from_the_one_ledger() -> None:
     assert stopped
     for member, visible in zip(sink.members, (1, 0), strict=True):
         scope = Scope("p", member.name, "i")
-        account = read_ledger(member.sink, scope, EXACTLY, sink)
+        account = read_ledger(member.sink, scope, now, sink)
+        assert any("guarantee has changed: batch 1 was decided under exactly_once" in n for n in account.notes) is (
+            now is not EXACTLY
+        )
         assert account.history.faults == ()
         assert account.visible is not None
         assert (account.visible.batch, account.visible.scope.sink) == (visible, member.name)

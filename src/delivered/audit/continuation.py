@@ -77,7 +77,7 @@ def is_firm(guarantee: Guarantee, after: LedgerAccount, started: int) -> bool:
     """Whether all rows of later batches than those of `after` lie at or behind a position that was read before it.
 
     Under exactly_once, rows become visible after their batch is decided. Under the other guarantees, at any time once
-    it has started.
+    it has started; so may those of a batch that started before the guarantee became exactly_once.
 
     Args:
         after: the ledger, read after the position.
@@ -86,7 +86,7 @@ def is_firm(guarantee: Guarantee, after: LedgerAccount, started: int) -> bool:
     visible, newest = after.visible, after.history.last
     if visible is None or newest is None or visible.batch != newest.batch:
         return False
-    return guarantee is Guarantee.EXACTLY_ONCE or started <= visible.batch
+    return {guarantee, newest.guarantee} == {Guarantee.EXACTLY_ONCE} or started <= visible.batch
 
 
 def check_ledger(base: Seal, ledger: LedgerAccount, sink: str) -> None:

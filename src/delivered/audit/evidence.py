@@ -5,7 +5,7 @@ transactions say before the sink itself is read.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
@@ -388,19 +388,29 @@ def read_ledger(
     decided_by: Sinks | None = None,
     dead_letters: str | None = None,
 ) -> LedgerAccount:
-    """Read the ledger and the state of its newest decision. Claims nothing and fences nobody."""
+    """Read the ledger and the state of its newest decision. Claims nothing and fences nobody.
+
+    Args:
+        guarantee: the pipeline's; a batch that was decided under another one is finished under that one.
+    """
     sinks = decided_by or Sinks.one(sink, scope.sink)
     ledger = open_shared_ledger(sinks, replace(scope, sink=sinks.decider.name))
     try:
         last = ledger.look().last if dead_letters is not None else None
-        history = check_history(d.projected(scope.sink) for d in ledger.history())
+        others: dict[Guarantee, int] = {}
+        history = check_history(_projected(ledger.history(), scope.sink, guarantee, others))
     finally:
         ledger.close()
     account = LedgerAccount(scope.incarnation, history, history.last)
+    account.notes += [
+        f"the guarantee has changed: batch {batch} was decided under {other.value}, perhaps with others before it. "
+        f"What they repeated or gave up is judged by {guarantee.value}"
+        for other, batch in others.items()
+    ]
     if last is not None and dead_letters is not None:
         account.dead_letters = count = last.projected(dead_letters).total.count
         account.notes.append(f"{count:,} dead letters are in {dead_letters!r}, by the ledger")
-    if history.last is None or guarantee is not Guarantee.EXACTLY_ONCE:
+    if history.last is None or Guarantee.EXACTLY_ONCE not in (guarantee, history.last.guarantee):
         return account
     committer = sink.committer(scope)
     try:
@@ -418,6 +428,16 @@ def read_ledger(
             "the pipeline makes them visible. Its records count as in progress."
         )
     return account
+
+
+def _projected(
+    decisions: Iterable[Decision], sink: str, guarantee: Guarantee, others: dict[Guarantee, int]
+) -> Iterator[Decision]:
+    """One sink's share of each. Args: others: set to the newest batch of each guarantee but the pipeline's."""
+    for decision in decisions:
+        if decision.guarantee is not guarantee:
+            others[decision.guarantee] = decision.batch
+        yield decision.projected(sink)
 
 
 def count_retried(sinks: Sinks, scope: Scope) -> int:
