@@ -314,8 +314,9 @@ def test_killed_and_started_again(pulsar: Pulsar, tmp_path: Path, topic: str, re
 TOPICS, TASKS, DRIVERS = 10, 8, 4
 
 
+@pytest.mark.parametrize("added", [0, 6], ids=["", "partitions added since the start"])
 def test_the_first_transactions_of_a_topic_may_begin_together(
-    pulsar: Pulsar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pulsar: Pulsar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added: int
 ) -> None:
     """A broker that takes a topic's first snapshot for two messages at once, of two connections, refuses the topic's
     transactions from then on (apache/pulsar#24945)."""
@@ -328,10 +329,12 @@ def test_the_first_transactions_of_a_topic_may_begin_together(
 
     monkeypatch.setattr("delivered.connectors.pulsar.publisher.cluster", connections)
     with ThreadPoolExecutor(TASKS) as pool:
-        for number in range(TOPICS):
+        for number in range(2 if added else TOPICS):
             (folder := tmp_path / str(number)).mkdir()
-            rig = Rig(sink(folder, pulsar, topic := pulsar.topic(number % 2 * 2)))
+            rig = Rig(sink(folder, pulsar, topic := pulsar.topic(2 if added else number % 2 * 2)))
             plan = rig.plan(rig.context(), 0)
+            if added:
+                pulsar.admin("POST", f"persistent/public/default/{topic}/partitions", 2 + added)
             writers = [rig.sink.writer(work_of(rig, plan, shard), plan.guarantee, rig.schema) for shard in range(TASKS)]
             together = threading.Barrier(TASKS)
 

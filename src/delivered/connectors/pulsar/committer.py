@@ -150,33 +150,45 @@ def ensure_topics(options: PulsarSinkOptions, scope: Scope) -> None:
             _ensured.add(key)
 
 
-def open_to_transactions(options: PulsarSinkOptions, scope: Scope) -> None:
-    """Send the first transactional message of each topic alone, and abort it.
+_prepared: set[tuple[int, str, str]] = set()
+
+
+def open_to_transactions(options: PulsarSinkOptions, scope: Scope, topics: Sequence[str] = ()) -> None:
+    """Send the first transactional message of each topic alone, and abort it; asked once in a process.
 
     A broker takes a topic's first snapshot at its first transactional message. Without apache/pulsar#24945, two such
     messages at once leave it refusing every later one until the topic is unloaded; and the tasks of a first batch send
-    them at once. Best effort: tasks report what they lack.
+    them at once. A start prepares all; tasks ask, too, for partitions that were added since. Best effort: tasks report
+    what they lack.
+
+    Args:
+        topics: those to prepare; empty: all partitions and the topic of markers.
 
     Raises:
         Unreachable: the brokers did not answer.
     """
+    process = os.getpid(), options.admin_url
+    if topics and all((*process, t) in _prepared for t in topics):
+        return
     admin = Admin(options)
     try:
-        count = admin.partitions(options.topic)
-        own = [physical((options.topic, n)) for n in (range(count) if count else (-1,))]
+        count = 0 if topics else admin.partitions(options.topic)
+        own = topics or [physical((options.topic, n)) for n in (range(count) if count else (-1,))]
         lacking = {t: admin.lacks_snapshot(t) for t in own}
         if lacking[own[0]] is None:
             return
-        ensure_topics(options, scope)
-        markers = markers_topic(options, scope)
-        fresh = [t for t, lacks in {markers: admin.lacks_snapshot(markers), **lacking}.items() if lacks]
+        if not topics:
+            ensure_topics(options, scope)
+            markers = markers_topic(options, scope)
+            lacking = {markers: admin.lacks_snapshot(markers), **lacking}
+        fresh = [t for t, lacks in lacking.items() if lacks]
     except Unreachable:
         raise
     except DeliveredError as error:
         log.info("%s: its transactions were not prepared: %s", options.label, error)
         return
     if fresh:
-        # Drivers of other pipelines may start now, too: one at a time.
+        # Other processes may prepare them now, too: one at a time.
         turn = Topic(options, f"{options.namespace}/delivered:first")
         try:
             turn.ensure()
@@ -185,8 +197,10 @@ def open_to_transactions(options: PulsarSinkOptions, scope: Scope) -> None:
                 _send_first(options, fresh)
         except DeliveredError as error:
             log.info("%s: its transactions were not prepared: %s", options.label, error)
+            return
         finally:
             turn.close()
+    _prepared.update((*process, t) for t, lacks in lacking.items() if lacks is not None)
 
 
 def _send_first(options: PulsarSinkOptions, topics: Sequence[str]) -> None:

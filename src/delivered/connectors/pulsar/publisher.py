@@ -21,6 +21,7 @@ from delivered.connectors.pulsar.committer import (
     ensure_topics,
     explained_client,
     markers_topic,
+    open_to_transactions,
     opened_topic,
     soon,
 )
@@ -278,6 +279,7 @@ class OpenShard:
         recording.close(soon())
 
     def _add(self, topic: str) -> None:
+        open_to_transactions(self._options, self._work.scope, [topic])
         if self._id is not None:
             self._coordinators.add(self._id, [topic], soon())
 
