@@ -11,7 +11,11 @@ import pytest
 from tests.support.journal import messages, open_log
 
 import delivered
-from delivered.model.errors import UsageError
+from delivered.connectors.log.table import Receivers
+from delivered.contract.source import Entered
+from delivered.model.errors import Unreachable, UsageError
+from delivered.model.work import Ok
+from delivered.pipeline.receive import receive_one
 from delivered.pipeline.registry import find_received, find_source
 from delivered.planner import Plan, Refusal
 from delivered.receiver import ReceiveOptions
@@ -165,3 +169,20 @@ def test_what_needs_no_receiver_says_so() -> None:
         delivered.receive(delivered.log("/data/log"))
     with pytest.raises(UsageError, match="from 1 to 64"):
         delivered.receive(source(), processes=0)
+
+
+def test_a_log_receives_from_one_queue(tmp_path: Path) -> None:
+    """Regression: a message of another queue with a known id was acknowledged, and not in the log."""
+    journal, queue = open_log(tmp_path / "log"), "rabbitmq orders"
+    journal.append(messages("1", "2"))
+    assert Receivers(str(tmp_path / "log"), {}).queue(queue) == queue
+    assert open_log(tmp_path / "log").append(messages("1", "3")) == Ok(Entered(1, 1))
+    options = {"url": "amqp://127.0.0.1:1/", "queue": "payments", "log": str(tmp_path / "log")}
+    with pytest.raises(UsageError, match=r"LOG_OF_ANOTHER_QUEUE.*of rabbitmq orders. A message of rabbitmq payments"):
+        receive_one("rabbitmq", options, 0, lambda: True)
+    with pytest.raises(Unreachable):
+        receive_one("rabbitmq", {**options, "queue": "orders"}, 0, lambda: True)
+    (tmp_path / "log" / "_queue" / "queue.json").unlink()
+    with pytest.raises(Unreachable):
+        receive_one("rabbitmq", options, 0, lambda: True)
+    assert Receivers(str(tmp_path / "log"), {}).queue(queue) == "rabbitmq payments"

@@ -241,11 +241,14 @@ def receive_one(
     source = find_received(system, options)
     made = source.options
     storage = resolve_secrets("storage.", made.storage)
-    from delivered.connectors.log import open_journal
+    from delivered.connectors.log import open_journal, open_receivers
 
     settings = {"readers": made.readers, "keep_s": made.keep_s, "upkeep": number == 0}
     window = {"window_size": made.window, "dedup_for_ms": made.dedup_for_ms}
     journal = open_journal(made.log, storage, partitions=made.partitions, **window, **settings)
+    queue = f"{source.system} {source.queue.name}"
+    if (former := open_receivers(made.log, storage).queue(queue)) != queue:
+        raise UsageError("LOG_OF_ANOTHER_QUEUE", log=made.log, former=former, queue=queue)
     bad = made.log.rstrip("/") + QUARANTINE_SUFFIX
     quarantine = open_journal(bad, storage, **window) if made.quarantine else None
     loop = ReceiveLoop(source.queue.receiver, journal, made.limits(), quarantine)

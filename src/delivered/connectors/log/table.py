@@ -277,6 +277,8 @@ def read_progress(path: str, storage: Mapping[str, str], reader: str) -> dict[in
 # Reports of a log's receivers, a file each in a folder next to the table's data.
 
 _FOLDER = "_receivers"
+_QUEUE = "_queue", "queue"
+"""Folder and name of the file that names the queue."""
 
 
 class Receivers:
@@ -306,6 +308,14 @@ class Receivers:
 
     def write(self, report: ReceiverReport) -> None:
         put(self._path, self._storage, _FOLDER, report.name, report.to_json())
+
+    def queue(self, name: str) -> str:
+        """The queue that fills the log, by the first receiver that asked; this one, if none has."""
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            text = filesystem(self._path, self._storage).open_input_stream("/".join(_QUEUE) + ".json").readall()
+            return str(without_format(json.loads(text), "the queue of a log")["queue"])
+        put(self._path, self._storage, *_QUEUE, json.dumps(with_format({"queue": name})))
+        return name
 
     def remove(self, report: ReceiverReport) -> None:
         with contextlib.suppress(FileNotFoundError):
