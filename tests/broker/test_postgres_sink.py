@@ -86,8 +86,10 @@ def test_blocks_are_bounded_and_whole() -> None:
 def test_other_types_of_the_table_that_fit(postgres: Postgres) -> None:
     postgres.execute("CREATE TYPE mood AS ENUM ('sad', 'glad')")
     postgres.execute("CREATE DOMAIN short AS varchar(5)")
+    postgres.execute("CREATE DOMAIN shorter AS short CHECK (length(VALUE) < 4)")
+    postgres.execute("CREATE DOMAIN moods AS mood")
     table = postgres.table(
-        'a bigint, b double precision, m mood, j jsonb, k json, s short, n numeric, "Q q" text, late int DEFAULT 7'
+        'a bigint, b double precision, m moods, j jsonb, k json, s shorter, n numeric, "Q q" text, late int DEFAULT 7'
     )
     batch = pa.record_batch(
         {
@@ -115,12 +117,18 @@ def test_other_types_of_the_table_that_fit(postgres: Postgres) -> None:
         ("x char(3)", pa.array(["a"]), "COLUMN_TYPE"),
         ("y text", pa.array(["a"]), "COLUMN_MISSING"),
         ("x text, id int NOT NULL", pa.array(["a"]), "COLUMN_REQUIRED"),
+        ("x text, id needed_twice", pa.array(["a"]), "COLUMN_REQUIRED"),
+        ("x cents_twice", pa.array([Decimal("1.25")], pa.decimal128(9, 2)), "COLUMN_TYPE"),
         ("x bigint GENERATED ALWAYS AS IDENTITY", pa.array([1], pa.int64()), "COLUMN_COMPUTED"),
     ],
 )
 def test_rows_that_do_not_fit_the_table_are_refused_before_the_first(
     postgres: Postgres, columns: str, column: pa.Array, code: str
 ) -> None:
+    for domain, base in {"needed": "int NOT NULL", "cents": "numeric(9, 1)"}.items():
+        postgres.execute(f"DROP DOMAIN IF EXISTS {domain} CASCADE")
+        postgres.execute(f"CREATE DOMAIN {domain} AS {base}")
+        postgres.execute(f"CREATE DOMAIN {domain}_twice AS {domain}")
     sink = postgres.sink(postgres.table(columns))
     with pytest.raises(UsageError, match=f"DELIVERED_{code}") as caught:
         write(sink, [pa.record_batch({"x": column})], EXACT)

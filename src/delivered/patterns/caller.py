@@ -249,10 +249,12 @@ def json_text(value: Any) -> str:
     """A value as JSON that every database here stores; text is JSON already.
 
     Raises:
-        ValueError, TypeError, RecursionError: it is none.
+        ValueError, TypeError, RecursionError: it is none; or keys of a dict become the same key of JSON, such as 1 and
+            "1", of which databases keep one value.
     """
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
-    parsed = json.loads(text, parse_constant=_no_constant)
+    given = isinstance(value, str)
+    text = value if given else json.dumps(value, ensure_ascii=False, allow_nan=False)
+    parsed = json.loads(text, parse_constant=_no_constant, object_pairs_hook=None if given else _distinct)
     if unstorable(json.dumps(parsed, ensure_ascii=False)) or _holds_nul(parsed):
         raise ValueError("it holds the character NUL or half of a surrogate pair")
     return text
@@ -287,6 +289,15 @@ def as_text(value: Any) -> str:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not in JSON")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"two keys of a dict become the same key of JSON: {twice!r:.100}; make every key text")
+    return found
 
 
 def _holds_nul(value: Any) -> bool:

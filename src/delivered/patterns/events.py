@@ -325,7 +325,7 @@ def _row(event: Event) -> tuple[str, str, str]:
 
 def _json(what: str, value: Any) -> str:
     try:
-        text = json_text(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        text = json_text(json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value)
     except (ValueError, TypeError, RecursionError) as error:
         raise BadRecord("EVENTS_JSON.INVALID", what=what, error=error) from None
     if len(text.encode()) > EVENT_BYTES_MAX:

@@ -256,17 +256,24 @@ def row_hashes(columns: Sequence[str]) -> str:
     return f"mod(sum(hashtextextended({row}, 0)::numeric), 18446744073709551616)::text"
 
 
+_BASE = """CROSS JOIN LATERAL (
+    WITH RECURSIVE d AS (
+      SELECT a.atttypid AS type, a.atttypmod AS modifier, false AS required, 0 AS depth
+      UNION ALL SELECT typbasetype, typtypmod, required OR typnotnull, depth + 1 FROM d JOIN pg_type ON oid = type
+        WHERE typtype = 'd')
+    SELECT * FROM d ORDER BY depth DESC LIMIT 1) b
+  JOIN pg_type t ON t.oid = b.type"""
+"""The type `t` of an attribute `a`, below its domains; `b.modifier` and `b.required` come from them, too."""
+
+
 def table_columns(connection: psycopg.Connection[Any], relation: int) -> dict[str, Column]:
     """Columns of a table by name. Raises psycopg.Error."""
     rows = connection.execute(
-        """SELECT a.attname, coalesce(b.typname, t.typname), coalesce(b.typtype, t.typtype),
-                  CASE WHEN b.oid IS NULL THEN a.atttypmod ELSE t.typtypmod END,
-                  format_type(a.atttypid, a.atttypmod),
-                  (a.attnotnull OR t.typnotnull) AND NOT a.atthasdef AND a.attidentity = '' AND t.typdefault IS NULL,
+        f"""SELECT a.attname, t.typname, t.typtype, b.modifier, format_type(a.atttypid, a.atttypmod),
+                  (a.attnotnull OR b.required) AND NOT a.atthasdef AND a.attidentity = '' AND own.typdefault IS NULL,
                   a.attgenerated <> '' OR a.attidentity = 'a'
-           FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid
-           LEFT JOIN pg_type b ON t.typtype = 'd' AND b.oid = t.typbasetype
-           WHERE a.attrelid = %s AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum""",
+           FROM pg_attribute a JOIN pg_type own ON own.oid = a.atttypid {_BASE}
+           WHERE a.attrelid = %s AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum""",  # noqa: S608
         [relation],
     ).fetchall()
     found = {}
@@ -314,13 +321,12 @@ _BITS = {"INSERT": 4, "DELETE": 8, "UPDATE": 16}
 _KINDS = {"INSERT": "3", "UPDATE": "2", "DELETE": "4"}
 """Values of pg_rewrite.ev_type."""
 
-_FACTS = """
+_FACTS = f"""
 WITH own AS (SELECT to_regclass(%(table)s)::oid AS o),
   parts AS (SELECT o FROM own UNION SELECT relid FROM own, pg_partition_tree(o::regclass)),
   fires AS (SELECT CASE current_setting('session_replication_role') WHEN 'replica' THEN 'RA' ELSE 'OA' END AS modes),
-  keys AS (SELECT a.attrelid, a.attnum, a.attname, a.attcollation, coalesce(b.typname, t.typname) AS kind
-           FROM own JOIN pg_attribute a ON a.attrelid = o JOIN pg_type t ON t.oid = a.atttypid
-           LEFT JOIN pg_type b ON t.typtype = 'd' AND b.oid = t.typbasetype
+  keys AS (SELECT a.attrelid, a.attnum, a.attname, a.attcollation, t.typname AS kind
+           FROM own JOIN pg_attribute a ON a.attrelid = o {_BASE}
            WHERE a.attname = ANY(%(keys)s) AND NOT a.attisdropped)
 SELECT 'table', '', '' FROM own WHERE o IS NOT NULL
 UNION SELECT 'trigger', tgname::text, tgtype::int::text FROM parts, fires, pg_trigger
@@ -337,18 +343,16 @@ UNION SELECT 'loose', attname::text, 'operator class ' || opcname FROM keys
   JOIN pg_index i ON indrelid = attrelid AND indisunique
   CROSS JOIN LATERAL unnest(indkey::int2[], indclass::oid[]) AS x (number, used)
   JOIN pg_opclass c ON c.oid = used AND NOT opcdefault AND opcname NOT LIKE '%%_pattern_ops' WHERE number = attnum
-ORDER BY 1, 2, 3"""
+ORDER BY 1, 2, 3"""  # noqa: S608
 
-_COLUMNS = """
-SELECT attname::text, CASE WHEN coalesce(nullif(a.atttypmod, -1), t.typtypmod) <> -1
-         THEN format_type(coalesce(b.oid, t.oid), coalesce(nullif(a.atttypmod, -1), t.typtypmod)) END,
+_COLUMNS = f"""
+SELECT attname::text, CASE WHEN b.modifier <> -1 THEN format_type(b.type, b.modifier) END,
        CASE WHEN attgenerated <> '' THEN 'generated' WHEN attidentity = 'a' THEN 'identity'
             WHEN attidentity = 'd' OR pg_get_expr(adbin, adrelid) LIKE 'nextval(%%'
             THEN 'a sequence, which values of the rows do not advance' END
-FROM pg_attribute a JOIN pg_type t ON t.oid = atttypid
-LEFT JOIN pg_type b ON t.typtype = 'd' AND b.oid = t.typbasetype
+FROM pg_attribute a {_BASE}
 LEFT JOIN pg_attrdef d ON adrelid = attrelid AND adnum = attnum
-WHERE attrelid = to_regclass(%(table)s) AND attnum > 0 AND NOT attisdropped ORDER BY attnum"""
+WHERE attrelid = to_regclass(%(table)s) AND attnum > 0 AND NOT attisdropped ORDER BY attnum"""  # noqa: S608
 
 
 def read_definition(
