@@ -138,7 +138,7 @@ def test_rows_may_name_topic_and_partition(kafka: Any) -> None:
     assert sorted(m.value() for m in read_committed(kafka.bootstrap, one)) == [b"0", b"1", b"2"]
 
 
-@pytest.mark.parametrize("partition", [3, -1])
+@pytest.mark.parametrize("partition", [3, -1, 2**31, 2**40])
 def test_a_partition_that_does_not_exist_is_a_bad_record(rig: Rig, partition: int) -> None:
     batch = pa.record_batch([pa.array([b"v"]), pa.array([partition], pa.int64())], names=["value", "partition"])
     with pytest.raises(BadRecord, match=f"PARTITION_UNKNOWN.*partition {partition}"):

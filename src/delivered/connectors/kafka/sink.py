@@ -175,6 +175,7 @@ def _for_readers(key: str) -> bool:
 # A sink's input rows: the columns it uses, and the record that a reader of the topic gets.
 
 KNOWN = ("key", "value", "headers", "topic", "partition", "message_id")
+PARTITION_MAX = 2**31 - 1
 OF_SOURCES = {name: COLUMNS.field(name).type for name in ("offset", "timestamp", "timestampType")}
 """Ignored, as by Spark's own sink, so that a stream from the Kafka source can be written unchanged."""
 
@@ -365,8 +366,12 @@ def invalid_rows(
         if unnamed is not None:
             found.append(pc.if_else(unnamed, "a header without a key", nothing))
     if "partition" in names:
-        negative = pc.fill_null(pc.less(batch.column(names.index("partition")), 0), False)
-        found.append(pc.if_else(negative, "partition below 0", nothing))
+        column = batch.column(names.index("partition"))
+        for reason, unfit in (
+            ("partition below 0", pc.less(column, 0)),
+            (f"partition above {PARTITION_MAX}, Kafka's highest", pc.greater(column, PARTITION_MAX)),
+        ):
+            found.append(pc.if_else(pc.fill_null(unfit, False), reason, nothing))
     if ids_required:
         found.append(pc.if_else(pc.is_null(batch.column("message_id")), "no message id", nothing))
     reasons = pc.coalesce(*found)
@@ -860,4 +865,7 @@ def _partition_column(batch: pa.RecordBatch) -> Any | None:
     lowest = pc.min(column).as_py()
     if lowest is not None and lowest < 0:
         raise BadRecord("PARTITION_UNKNOWN.NEGATIVE", partition=lowest)
+    highest = pc.max(column).as_py()
+    if highest is not None and highest > PARTITION_MAX:
+        raise BadRecord("PARTITION_UNKNOWN.ABOVE_ANY", partition=highest, partition_max=PARTITION_MAX)
     return np.asarray(column.cast(pa.int32()).fill_null(-1))
