@@ -6,6 +6,7 @@ import datetime as dt
 import decimal
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -90,6 +91,20 @@ def test_every_type_comes_back_as_it_went_in(tmp_path: Path, kind: str, rows: pa
     prepared = staged(sink, rows)
     assert claimed(sink, rows).decide(decision(0, prepared)) == Ok(None)
     assert read_back(sink) == prepared.fingerprint
+
+
+@pytest.mark.checkpoint("the files sink's `fileFormat`", "continues", "an audit reads the files of every format")
+def test_files_of_an_earlier_format_are_read(tmp_path: Path) -> None:
+    """Regression: an audit counted their rows as lost. Files of others count in the present format alone."""
+    total = Fingerprint()
+    for batch, kind in enumerate(["parquet", "json", "csv"]):
+        sink = sink_at(tmp_path, fileFormat=kind)
+        prepared = staged(sink, FLAT, batch)
+        total += prepared.fingerprint
+        before = decision(batch, prepared)
+        assert claimed(sink, FLAT).decide(replace(before, accounts={SCOPE.sink: Account(total)})) == Ok(None)
+        (tmp_path / "t" / "others.json").write_text("[]")
+        assert read_back(sink_at(tmp_path, fileFormat="csv")) == total
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json", "csv"])

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.files import (
+    FORMATS,
     FilesOptions,
     Places,
     StagedFile,
@@ -281,7 +282,7 @@ class FolderScan(BoundedScan):
         schema = self.schema()
         with explained(self.options):
             for name in piece.data:
-                yield from decode(self.options.format, self.options.folder / name, schema)
+                yield from decode(Path(name).suffix[1:], self.options.folder / name, schema)
 
     def position(self) -> Offsets | None:
         """None: more than `NAMES_MAX` files would have to be named."""
@@ -329,13 +330,13 @@ class FolderScan(BoundedScan):
         return "folder" not in position or position["folder"] == self._identity()
 
     def _files(self) -> dict[str, os.stat_result]:
-        """Every file that a reader sees, by name, from any writer."""
+        """Every file that a reader sees, by name, from any writer; batches may be of an earlier `fileFormat`."""
         root = self.options.folder
         files = {}
         with explained(self.options):
-            for path in sorted(root.rglob(f"*.{self.options.format}")):
-                name = path.relative_to(root)
-                if not any(part.startswith(("_", ".")) for part in name.parts):
+            for path in sorted(p for kind in FORMATS for p in root.rglob(f"*.{kind}")):
+                name, own = path.relative_to(root), path.suffix[1:] == self.options.format
+                if (own or _BATCH.fullmatch(str(name))) and not any(p.startswith(("_", ".")) for p in name.parts):
                     files[str(name)] = path.stat()
         return files
 
