@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sqlite3
+import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from confluent_kafka import Consumer, Message
 from tests.broker.outbox_help import shop
 from tests.broker.send_help import writer
 from tests.broker.sink_help import wait_for
-from tests.kafka_tools import read_committed
+from tests.kafka_tools import produce, read_committed
 from tests.support.zygote import Zygote
 
 from delivered.model.errors import BadRecord
 from delivered.model.fingerprint import Fingerprint
-from delivered.patterns.inbox import consume, ddl
+from delivered.patterns.inbox import consume, ddl, from_kafka
 from delivered.pipeline.registry import find_sink
 from delivered_lab.verify.applications import BROKERS, run_process
 
@@ -73,6 +77,35 @@ def test_an_at_least_once_pipeline_and_an_inbox_give_each_effect_once(
     doubled = sum(n - 1 for n in found.values())
     assert set(found) == set(sent)
     assert bool(doubled) is (variant == "no_inbox"), f"{doubled} effects doubled"
+
+
+def test_a_batch_in_hand_acknowledges_no_message_that_was_given_back(kafka: Any, tmp_path: Path) -> None:
+    """The application goes on with the others, and ends before it has read that message again."""
+    topic = kafka.topic(1)
+    produce(kafka.bootstrap, topic, [(None, b"%d" % n) for n in range(6)])
+    connection = sqlite3.connect(tmp_path / "shop.db")
+    connection.execute(ddl("sqlite"))
+    seen = []
+    for fails in (2, None):
+        with contextlib.closing(
+            Consumer(
+                {"bootstrap.servers": kafka.bootstrap, "group.id": topic, "enable.auto.commit": False,
+                 "auto.offset.reset": "earliest"}
+            )
+        ) as consumer:  # fmt: skip
+            consumer.subscribe([topic])
+            held = list[Message]()
+            deadline = time.monotonic() + 30
+            while time.monotonic() < deadline and (not held or held[-1].offset() < 5):
+                held += consumer.consume(6, 1.0)
+            for message in held:
+                delivery = replace(from_kafka(consumer, message), id=message.value())
+                with contextlib.suppress(TimeoutError), consume(connection, delivery, consumer="mail") as first:
+                    if message.offset() == fails:
+                        raise TimeoutError
+                    seen.append((message.offset(), first))
+    assert [n for n, first in seen if first] == [0, 1, 3, 4, 5, 2]
+    assert seen[5:] == [(2, True), (3, False), (4, False), (5, False)]
 
 
 @pytest.mark.parametrize("broker", ["kafka", "rabbitmq"])

@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,24 @@ def test_a_worker_takes_only_sagas_with_its_steps(log: Log) -> None:
     begun(log, SAGA)
     assert run(log, Saga("s", [step("other")])) == {}
     assert run(log, SAGA, threads=3) == {Status.COMPLETE: 1}
+
+
+def test_sagas_that_no_worker_takes_end_the_wait_for_them(log: Log) -> None:
+    """Begun before the steps changed, by an attempt of a batch that was killed."""
+    begun(log, SAGA)
+    other = Saga("s", [KEYED])
+    with contextlib.closing(sqlite3.connect(str(log.where))) as connection:
+        connection.execute(f"UPDATE {SAGAS} SET due_ms = due_ms - 30000")
+        connection.commit()
+        stop = threading.Event()
+        threading.Timer(0.7, stop.set).start()
+        assert run(log, other, ids=["1"], stop=stop) == {}, "an old worker may be running"
+        connection.execute(f"UPDATE {SAGAS} SET due_ms = due_ms - 60000")
+        connection.commit()
+    with pytest.raises(Refused, match=r'SAGA_STEPS.*"plain".*now has \["keyed"\]'):
+        run(log, other, ids=["1"], stop=threading.Event())
+    assert run(log, SAGA, ids=["1"]) == {Status.COMPLETE: 1}
+    assert run(log, other, ids=["1"]) == {Status.COMPLETE: 1}
 
 
 def test_a_file_that_takes_the_logs_place_is_worked_on(log: Log) -> None:

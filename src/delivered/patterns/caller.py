@@ -120,7 +120,7 @@ class Caller:
             import psycopg
 
             kind = self.driver.cursor_factory
-            if issubclass(kind, psycopg.RawCursor):  # takes $1 instead of %s
+            if issubclass(kind, getattr(psycopg, "RawCursor", ())):  # takes $1 instead of %s
                 kind = psycopg.Cursor
             return kind(self.driver, row_factory=psycopg.rows.tuple_row)
         if self.dialect == "mysql":

@@ -146,7 +146,7 @@ def from_kafka(consumer: Any, message: Any, *, headers: Sequence[str] = KAFKA_HE
     """Of a `confluent_kafka.Consumer` with enable.auto.commit=false: automatic commits acknowledge before the effect.
 
     A message that is given back is read again before any later one of its partition: committing one of those would
-    acknowledge it, too.
+    acknowledge it, too. Later ones that the application holds already (`consume(100)`) come again, without effect.
 
     Args:
         headers: where the id is; the first one that the message has.
@@ -157,9 +157,16 @@ def from_kafka(consumer: Any, message: Any, *, headers: Sequence[str] = KAFKA_HE
 
         consumer.seek(TopicPartition(message.topic(), message.partition(), message.offset()))
 
+    def acknowledge() -> None:
+        from confluent_kafka import TopicPartition
+
+        (at,) = consumer.position([TopicPartition(message.topic(), message.partition())])
+        if at.offset > message.offset():  # else an earlier message was given back, and has not been read yet
+            consumer.commit(message, asynchronous=False)
+
     present = dict(message.headers() or ())
     message_id = next((present[name] for name in headers if name in present), None)
-    return Delivery(message_id, lambda: consumer.commit(message, asynchronous=False), give_back)
+    return Delivery(message_id, acknowledge, give_back)
 
 
 def from_rabbitmq(channel: Any, method: Any, properties: Any) -> Delivery:

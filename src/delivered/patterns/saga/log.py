@@ -55,6 +55,8 @@ _CREATING = {
 """IF NOT EXISTS fails over what another process is creating. The lock ends with the transaction, or the connection;
 SQLite's transaction holds one."""
 _CANDIDATES = 16
+ABANDONED_S = 60
+"""A saga that nobody took for so long, although it was due, has no worker."""
 CLEANED_MAX = 500
 """Sagas that one call of `clean` deletes."""
 _OPEN = (Status.RUNNING.value, Status.COMPENSATING.value)
@@ -396,12 +398,24 @@ class OpenLog:
         return min(pauses, default=None)
 
     def status(self, saga: Saga, id: str) -> Status | None:  # noqa: A002
-        """None: no such saga."""
+        """None: no such saga.
+
+        Raises:
+            Refused: it was recorded with other steps, and no worker that has them took it when it was due.
+        """
         with self.transaction() as caller:
             rows = caller.execute(
-                f"SELECT status FROM {SAGAS} WHERE saga = ? AND id = ?", (saga.name, caller.exact(id))
-            ).rows  # fmt: skip
-        return Status(rows[0][0]) if rows else None
+                f"SELECT status, steps, {NOW_MS[caller.dialect]} - due_ms FROM {SAGAS} WHERE saga = ? AND id = ?",
+                (saga.name, caller.exact(id)),
+            ).rows
+        if not rows:
+            return None
+        status, steps, late_ms = Status(rows[0][0]), as_text(rows[0][1]), float(rows[0][2])
+        if not status.at_rest and steps != saga.signature and late_ms > ABANDONED_S * 1000:
+            raise Refused(
+                "SAGA_STEPS", saga=saga.name, id=id, steps=steps, declared=saga.signature, late_s=late_ms / 1000
+            )
+        return status
 
     def rows(self, statuses: Sequence[Status], limit: int) -> list[Row]:
         """Sagas in these statuses, oldest first."""
