@@ -27,7 +27,8 @@ from delivered.entry import Pipeline
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.step import RECOVERY, STEPS, Mechanism, Moment, StepId
-from delivered.operate.dead_letters import Status, dead_letters, drop, retry
+from delivered.operate import dead_letters as operated
+from delivered.operate.dead_letters import DeadLetterQueue, Status, dead_letters, drop, retry
 from delivered_lab.verify.loop import Loop
 
 KEPT = (b"1", b"2", b"3")
@@ -178,6 +179,45 @@ def test_killed_under_a_weaker_guarantee(tmp_path: Path, guarantee: str, point: 
     assert dead_letters(own) == []
     found = values(tmp_path)[b"\xff"]
     assert found >= 1 if guarantee == "at_least_once" else found <= 1
+
+
+@pytest.mark.parametrize("settle", [retry, drop])
+@pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
+def test_a_retry_that_another_started_meanwhile_is_finished_first(
+    tmp_path: Path, monkeypatch: Any, guarantee: str, settle: Any
+) -> None:
+    own = keyless(tmp_path, guarantee)
+    honest = operated._chosen
+
+    def late(*given: Any) -> Any:
+        monkeypatch.setattr(operated, "_chosen", honest)
+        chosen = honest(*given)
+        crash = "batch.begin:after!kill"
+        assert command(tmp_path, "retry", str(tmp_path / "shop.yaml"), "--all", crash=crash)[0] == -signal.SIGKILL
+        return chosen
+
+    monkeypatch.setattr(operated, "_chosen", late)
+    assert settle(own).settled == {}
+    assert {n.status for n in dead_letters(own, settled=True)} == {Status.RETRIED}
+    assert values(tmp_path)[b"\xff"] == (1 if guarantee == "at_least_once" else 0)
+
+
+def test_what_is_settled_while_it_is_listed_is_no_older_checkpoint(
+    ran: Pipeline, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The other process deletes the file that the ledger named."""
+    mended(tmp_path)
+    first, second, *_ = dead_letters(ran)
+    retry(ran, [first.id])
+    honest = DeadLetterQueue._file
+
+    def late(*given: Any) -> Any:
+        monkeypatch.setattr(DeadLetterQueue, "_file", honest)
+        retry(ran, [second.id])
+        return honest(*given)
+
+    monkeypatch.setattr(DeadLetterQueue, "_file", late)
+    assert len(dead_letters(ran)) == 2
 
 
 def test_a_retry_that_was_fenced_changes_nothing(ran: Pipeline, tmp_path: Path, monkeypatch: Any) -> None:

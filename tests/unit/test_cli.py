@@ -168,10 +168,13 @@ def test_init_does_not_overwrite(example: Path) -> None:
     assert "DELIVERED_EXAMPLE_EXISTS" in err
 
 
-def test_transactions_of_a_sink_without_any(example: Path) -> None:
-    code, _, err = call("transactions", "list", example)
+@pytest.mark.parametrize("command", [["list"], ["abort", "x"], ["apply", "x"]], ids=" ".join)
+def test_transactions_of_a_sink_without_any(example: Path, command: list[str]) -> None:
+    verb, *rest = command
+    code, _, err = call("transactions", verb, example, *rest, "--set", "pipeline=renamed")
     assert code == 2
     assert "DELIVERED_NO_TRANSACTIONS" in err
+    assert "renamed" in err
 
 
 def test_doctor_leaves_a_command_to_copy_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,12 +25,12 @@ from delivered.cli.command import (
     stop_on_signal,
     working,
 )
-from delivered.entry import Pipeline
 from delivered.model.errors import UsageError, one_line
 from delivered.model.limits import DEAD_LETTERS_MAX, OPEN_TRANSACTION_OLD_S
 from delivered.model.options import is_reference
 
 if TYPE_CHECKING:
+    from delivered.entry import Pipeline
     from delivered.patterns.saga import Log
 
 
@@ -41,12 +41,16 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Even if it contradic
 
 
 @transactions_app.command("list")
-def list_transactions(file: FileArgument, output: OutputOption = Output.TEXT) -> None:
+def list_transactions(
+    file: FileArgument,
+    set_: SetOption = [],  # noqa: B006 - typer copies it
+    output: OutputOption = Output.TEXT,
+) -> None:
     """List this pipeline's open transactions, oldest first, and whether the ledger decided them."""
     from delivered.operate.transactions import open_transactions
 
     with working("querying the sink"):
-        transactions = open_transactions(Pipeline.from_file(file))
+        transactions = open_transactions(read(file, set_))
     table = plain_table("id", "state", "age", "decided", "rows go to")
     for t in transactions:
         age = "" if t.age_s is None else f"{t.age_s / 3600:.1f} h" if t.age_s >= 3600 else f"{t.age_s:.0f} s"
@@ -63,22 +67,34 @@ def list_transactions(file: FileArgument, output: OutputOption = Output.TEXT) ->
 
 
 @transactions_app.command()
-def abort(file: FileArgument, id: IdArgument, force: ForceOption = False, output: OutputOption = Output.TEXT) -> None:  # noqa: A002
+def abort(
+    file: FileArgument,
+    id: IdArgument,  # noqa: A002
+    force: ForceOption = False,
+    set_: SetOption = [],  # noqa: B006
+    output: OutputOption = Output.TEXT,
+) -> None:
     """Abort an undecided transaction. Refused if the ledger decided it: its rows would be lost."""
-    _end_transaction(file, id, False, force, output)
+    _end_transaction(read(file, set_), id, False, force, output)
 
 
 @transactions_app.command()
-def apply(file: FileArgument, id: IdArgument, force: ForceOption = False, output: OutputOption = Output.TEXT) -> None:  # noqa: A002
+def apply(
+    file: FileArgument,
+    id: IdArgument,  # noqa: A002
+    force: ForceOption = False,
+    set_: SetOption = [],  # noqa: B006
+    output: OutputOption = Output.TEXT,
+) -> None:
     """Commit a decided transaction. Refused if it is undecided: its rows would be duplicated."""
-    _end_transaction(file, id, True, force, output)
+    _end_transaction(read(file, set_), id, True, force, output)
 
 
-def _end_transaction(file: Path, transaction: str, commit: bool, force: bool, output: Output) -> None:
+def _end_transaction(pipeline: Pipeline, transaction: str, commit: bool, force: bool, output: Output) -> None:
     from delivered.operate.transactions import end_transaction
 
     with working("querying the sink"):
-        end_transaction(Pipeline.from_file(file), transaction, commit=commit, force=force)
+        end_transaction(pipeline, transaction, commit=commit, force=force)
     did = "applied" if commit else "aborted"
     answer(output, {"id": transaction, "did": did}, f"{transaction}: {did}")
 

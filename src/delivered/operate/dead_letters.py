@@ -25,8 +25,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pyarrow as pa
@@ -48,6 +49,8 @@ from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Action, CheckpointView, Decision, LedgerState, ShardMessage, Started
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.spec import NO_INCARNATION
+
+T = TypeVar("T")
 
 _FOLDER = "delivered/dead-letters"
 _OFFSETS = "deadLetters"
@@ -157,8 +160,9 @@ def drop(pipeline: Definition, ids: Collection[str] | None = None) -> Settlement
 def _settle(pipeline: Definition, how: Status, ids: Collection[str] | None) -> Settlement:
     queues = _queues(pipeline)
     done = Settlement()
-    for queue, own in _distinct(queues).items():
-        queue.finish(lambda own=own: _letters(pipeline, own))  # type: ignore[misc]
+    every = {queue: partial(_letters, pipeline, own) for queue, own in _distinct(queues).items()}
+    for queue, own in every.items():
+        queue.finish(own)
     chosen = _chosen(pipeline, queues, ids)
     if len(chosen) > DEAD_LETTERS_MAX:
         chosen, done.more = chosen[:DEAD_LETTERS_MAX], True
@@ -170,7 +174,7 @@ def _settle(pipeline: Definition, how: Status, ids: Collection[str] | None) -> S
         by_queue.setdefault(queues[letter.sink], []).append(letter)
     for queue, letters in by_queue.items():
         for start in range(0, len(letters), DEAD_LETTERS_BATCH_MAX):
-            queue.settle(letters[start : start + DEAD_LETTERS_BATCH_MAX], how, done)
+            queue.settle(letters[start : start + DEAD_LETTERS_BATCH_MAX], how, done, every[queue])
     return done
 
 
@@ -290,29 +294,43 @@ class DeadLetterQueue:
 
     def status(self) -> dict[str, Status]:
         """By id; a dead letter that is not named is open."""
+
+        def read(state: LedgerState) -> dict[str, Status]:
+            settled, pending = self._settled(state), _pending(state)
+            if pending is not None and pending is state.started:
+                settled.update(dict.fromkeys(self._file(pending.offsets).ids, Status.STARTED))
+            return settled
+
         with self._open() as context:
-            state = context.ledger.look()
-        settled, pending = self._settled(state), _pending(state)
-        if pending is not None and pending is state.started:
-            settled.update(dict.fromkeys(self._file(pending.offsets).ids, Status.STARTED))
-        return settled
+            return _look(context, read)
 
     def finish(self, letters: Callable[[], Iterable[DeadLetter]]) -> None:
         """Finish the newest batch, if it was decided, or may have sent rows. Args: letters: all of this sink."""
         with self._open() as context:
-            pending = _pending(context.ledger.look())
-            if pending is not None:
-                file = self._file(pending.offsets)
-                self._run(context, pending.batch, pending.offsets, lambda: _of(file, letters))
+            self._finish(context, letters)
 
-    def settle(self, letters: Sequence[DeadLetter], how: Status, done: Settlement) -> None:
-        """Retry or drop open dead letters of this sink, in one batch."""
+    def _finish(self, context: Context, letters: Callable[[], Iterable[DeadLetter]]) -> None:
+        pending, file = _look(context, self._unfinished)
+        if pending is not None and file is not None:
+            self._run(context, pending.batch, pending.offsets, lambda: _of(file, letters))
+
+    def settle(
+        self,
+        letters: Sequence[DeadLetter],
+        how: Status,
+        done: Settlement,
+        every: Callable[[], Iterable[DeadLetter]],
+    ) -> None:
+        """Retry or drop open dead letters of this sink, in one batch. Args: every: all of this sink."""
         if how is Status.RETRIED:
             reasons = self._reasons(letters)
             done.rejected.update({n.id: r for n, r in zip(letters, reasons, strict=True) if r is not None})
             letters = [n for n, r in zip(letters, reasons, strict=True) if r is None]
         with self._open() as context:
             state = context.ledger.claim(context.owner)
+            if _pending(state) is not state.last:  # another process started one after `finish`
+                self._finish(context, every)
+                state = context.ledger.claim(context.owner)
             settled = self._settled(state)  # by another process, meanwhile
             letters = [n for n in letters if n.id not in settled]
             if not letters:
@@ -390,6 +408,10 @@ class DeadLetterQueue:
         owner = new_owner(psutil.Process())
         return closing(Context.open(self._sinks, self._scope, self._pipeline.guarantee, owner))
 
+    def _unfinished(self, state: LedgerState) -> tuple[Decision | Started | None, _File | None]:
+        pending = _pending(state)
+        return pending, None if pending is None else self._file(pending.offsets)
+
     def _settled(self, state: LedgerState) -> dict[str, Status]:
         if state.last is None:
             return {}
@@ -435,6 +457,17 @@ class _File:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> _File:
         return cls(Status(data["how"]), tuple(data["ids"]), {n: Status(s) for n, s in data["before"].items()})
+
+
+def _look(context: Context, read: Callable[[LedgerState], T]) -> T:
+    """What the ledger says, with files that another process may delete as soon as it has decided a later batch."""
+    while True:
+        state = context.ledger.look()
+        try:
+            return read(state)
+        except InvariantBroken:
+            if context.ledger.look() == state:
+                raise
 
 
 def _newest(state: LedgerState) -> int:
