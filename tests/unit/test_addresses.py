@@ -254,7 +254,7 @@ def test_words_of_libpq_are_checked_where_options_are_parsed(query: str) -> None
     for right in ("sslmode=verify-full&channel_binding=require", "sslrootcert=/x&sslmode=require", "ssl=true",
                   "ssl=true&sslmode=verify-full"):  # fmt: skip
         found = sink.options.parse({"url": f"postgresql://h.example/db?{right}", "dbtable": "t"})
-        assert not found.in_clear
+        assert not any("not required" in sentence for sentence in found.in_clear)
 
 
 @pytest.mark.parametrize("query", ["ssl_verify_cert=true&ssl_verify_cert=false", "SSL_CA=/x", "ssl_mode=REQUIRED"])

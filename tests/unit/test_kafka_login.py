@@ -147,6 +147,16 @@ def test_a_protocol_that_reaches_the_client_unchecked_opens_no_connection() -> N
     [
         ("kafka", {**SERVERS, "topic": "t", **PLAIN},
          "password in clear to broker.example"),
+        ("kafka", {**SERVERS, "topic": "t", "kafka.security.protocol": "SSL",
+                   "kafka.enable.ssl.certificate.verification": "False"}, "but the server is not verified"),
+        ("kafka", {**SERVERS, "topic": "t", "kafka.security.protocol": "SSL",
+                   "kafka.ssl.endpoint.identification.algorithm": "none"}, "its name is not verified"),
+        ("postgres", {"url": "postgresql://db.example/shop?sslmode=require", "dbtable": "t"}, "not verified"),
+        ("postgres", {"url": "postgresql://db.example/shop?ssl=true", "dbtable": "t"}, "not verified"),
+        ("postgres", {"url": "postgresql://db.example/shop?sslmode=verify-ca", "dbtable": "t"}, "its name is not"),
+        ("delta", {"path": "s3://b/t", "storage.allow_invalid_certificates": "true"}, "is not verified"),
+        ("mysql", {"url": "mysql://db.example/shop?ssl_verify_cert=false", "dbtable": "t"}, "the server is"),
+        ("mysql", {"url": "mysql://db.example/shop?ssl_ca=c&ssl_verify_identity=false", "dbtable": "t"}, "its name is"),
         ("postgres", {"url": "postgresql://db.example/shop", "dbtable": "t"}, "sslmode=prefer"),
         ("postgres", {"url": "postgresql:///shop?host=db.example&sslmode=disable", "dbtable": "t"}, "sslmode=disable"),
         ("postgres", {"url": "postgresql://db.example/shop?requiressl=0", "dbtable": "t"}, "sslmode=prefer"),
@@ -169,7 +179,7 @@ def test_the_plan_warns_of_what_travels_in_clear(system: str, given: dict[str, s
     assert said in warnings(given)
     here = {"db.example": "localhost", "mq.example": "127.0.0.1", "broker.example": "[::1]"}
     near = {k: next((v.replace(far, h) for far, h in here.items() if far in v), v) for k, v in given.items()}
-    assert not warnings(near)
+    assert near == given or not warnings(near)
 
 
 def test_the_suggestion_of_an_option_is_the_nearest_word() -> None:

@@ -27,6 +27,7 @@ from delivered.model.options import (
     is_netloc,
     option,
     several,
+    unverified,
 )
 
 if TYPE_CHECKING:
@@ -487,6 +488,12 @@ class TlsOptions(Options):
         return context
 
 
+def store_in_clear(path: str, storage: Mapping[str, str]) -> tuple[str, ...]:
+    """What an object store's client sends to a server that it does not verify; see `Options.in_clear`."""
+    wrong = [n for n in storage if n.lower() == "allow_invalid_certificates" and storage[n].lower() in ("true", "1")]
+    return tuple(unverified(f"storage.{n}={storage[n]}", path, f"storage.{n}=false") for n in wrong)
+
+
 _UNENCRYPTED = ("disable", "allow", "prefer")
 
 
@@ -500,7 +507,13 @@ def postgres_in_clear(url: str) -> tuple[str, ...]:
     words: Mapping[str, Callable[[str], str]] = {"sslmode": str, **SSL_WORDS}
     modes = [words[name](value) for name, value in parse_qsl(parts.query) if name in words]
     mode = [os.environ.get("PGSSLMODE", "prefer"), *modes][-1]
-    if mode not in _UNENCRYPTED or all(is_loopback(h) for h in host.split(",")):
+    if all(is_loopback(h) for h in host.split(",")):
+        return ()
+    if mode == "require" and not _trusted_by_libpq(parameters):
+        return (unverified("sslmode=require", f"PostgreSQL at {host}", "?sslmode=verify-full&sslrootcert=PATH"),)
+    if mode == "verify-ca":
+        return (unverified("sslmode=verify-ca", f"PostgreSQL at {host}", "?sslmode=verify-full", "its name"),)
+    if mode not in _UNENCRYPTED:
         return ()
     why = "the default" if not modes and "PGSSLMODE" not in os.environ else "as configured"
     return (
@@ -509,11 +522,24 @@ def postgres_in_clear(url: str) -> tuple[str, ...]:
     )
 
 
+def _trusted_by_libpq(parameters: Mapping[str, list[str]]) -> bool:
+    """Whether libpq has trusted certificates, with which sslmode=require means verify-ca."""
+    default = os.environ.get("PGSSLROOTCERT") or "~/.postgresql/root.crt"
+    path = parameters.get("sslrootcert", [default])[-1]
+    return path == "system" or Path(path).expanduser().exists()
+
+
 def mysql_in_clear(url: str) -> tuple[str, ...]:
     """What a connection sends unencrypted, or to a server that it does not verify; see `Options.in_clear`."""
     parts = urlsplit(url)
-    if parse_qsl(parts.query, keep_blank_values=True) or is_loopback(parts.hostname):
+    if is_loopback(parts.hostname):
         return ()
+    if given := dict(parse_qsl(parts.query, keep_blank_values=True)):
+        no = [
+            name for name in ("ssl_verify_cert", "ssl_verify_identity") if name in given and not FLAG.read(given[name])
+        ]
+        what = "the server" if no[:1] == ["ssl_verify_cert"] else "its name"
+        return tuple(unverified(f"{n}={given[n]}", f"MySQL at {parts.hostname}", "?ssl_ca=PATH", what) for n in no[:1])
     return (
         f"the connection to MySQL at {parts.hostname} is not required to be encrypted, and the server is not verified; "
         "write ?ssl_ca=PATH",

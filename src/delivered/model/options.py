@@ -838,6 +838,11 @@ def is_loopback(host: str | None) -> bool:
         return False
 
 
+def unverified(setting: str, host: str, instead: str, what: str = "the server") -> str:
+    """A sentence of `Options.in_clear`."""
+    return f"with {setting} the connection to {host} is encrypted, but {what} is not verified; write {instead}"
+
+
 # Durations as Spark writes them: "1 hour 30 minutes". Months and years have no fixed length.
 
 _UNITS = {"day": 86_400_000, "hour": 3_600_000, "minute": 60_000, "second": 1_000, "millisecond": 1}

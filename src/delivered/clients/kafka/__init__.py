@@ -24,6 +24,7 @@ from delivered.model.options import (
     parse_addresses,
     resolve_secret,
     split_url,
+    unverified,
 )
 
 PREFIX = "kafka."
@@ -506,18 +507,27 @@ def protocol_of(client: Mapping[str, str]) -> str:
     return client.get("security.protocol") or ("SSL" if tls else "PLAINTEXT")
 
 
+_UNVERIFIED = {
+    "enable.ssl.certificate.verification": ("false", "the server"),
+    "ssl.endpoint.identification.algorithm": ("none", "its name"),
+}
+
+
 def in_clear(client: Mapping[str, str]) -> tuple[str, ...]:
     """See `delivered.model.options.Options.in_clear`. `client`: from `client_options`."""
     secret = clear_secret(client)
     found = () if secret is None else (secret,)
-    if client.get("security.protocol") != "SASL_PLAINTEXT" or mechanism_of(client) not in ("PLAIN", "OAUTHBEARER"):
-        return found
     if client["bootstrap.servers"].startswith(REFERENCES):
         return found
     far = next(
         (host for host, _ in parse_addresses(client["bootstrap.servers"], port=PORT) if not is_loopback(host)), None
     )
     if far is None:
+        return found
+    if protocol_of(client).endswith("SSL"):
+        given = ((name, what) for name, (word, what) in _UNVERIFIED.items() if client.get(name) == word)
+        return (*found, *(unverified(f"{PREFIX}{n}={client[n]}", far, "ssl.ca.location", w) for n, w in given))
+    if client.get("security.protocol") != "SASL_PLAINTEXT" or mechanism_of(client) not in ("PLAIN", "OAUTHBEARER"):
         return found
     what = "the password" if mechanism_of(client) == "PLAIN" else "the token"
     return (

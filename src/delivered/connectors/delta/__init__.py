@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from delivered.contract.connector import Connector, Factory
-from delivered.kits.options import PATH, sink_name
+from delivered.kits.options import PATH, sink_name, store_in_clear
 from delivered.kits.table import FileTableOptions, compression_option
 from delivered.model.errors import UsageError
 from delivered.model.options import OptionType, Unfit, check_storage, option, prefixed, resolve_secrets
@@ -47,6 +47,10 @@ class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
         if _NO_PATH.search(self.path):
             raise UsageError("OPTION_VALUE.DELTA_PATH", owner=owner, path=self.path)
         check_storage(owner, self.path, self.storage)
+
+    @property
+    def in_clear(self) -> tuple[str, ...]:
+        return store_in_clear(self.path, self.storage)
 
     @property
     def local(self) -> bool:

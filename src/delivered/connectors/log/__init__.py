@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from delivered.contract.connector import Connector, Factory
-from delivered.kits.options import absolute, headers_option, rows_max_option
+from delivered.kits.options import absolute, headers_option, rows_max_option, store_in_clear
 from delivered.model.options import (
     Options,
     OptionType,
@@ -94,6 +94,10 @@ class LogOptions(Options, owner="delivered_log source"):
 
     def check(self, owner: str) -> None:
         check_storage(owner, self.path, self.storage)
+
+    @property
+    def in_clear(self) -> tuple[str, ...]:
+        return store_in_clear(self.path, self.storage)
 
     @property
     def name(self) -> str:
