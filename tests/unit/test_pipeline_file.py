@@ -304,6 +304,35 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path) -> None:
         write_example(tmp_path / "example")
 
 
+def test_secrets_and_certificates_are_next_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are only in the process's folder stay as they are: `spark-submit --files` puts them there."""
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "here").write_text("secret")
+    text = """
+pipeline: p
+guarantee: at_least_once
+checkpoint: c
+source: {format: kafka, kafka.bootstrap.servers: "h:9092", subscribe: t, kafka.ssl.ca.location: WHERE}
+sinks:
+  - {format: rabbitmq, url: amqps://h, exchange: e, password: "file:WHERE", tlsTrustCertsFile: WHERE}
+notify: {webhook: "file:WHERE", format: json}
+"""
+
+    def found(where: str) -> list[str]:
+        made = Pipeline.from_parsed(load_text(text.replace("WHERE", where)), tmp_path / "etc")
+        sink, notify = made.sinks[0].options, made.notify
+        assert notify is not None and notify.format == "json"
+        assert made.sinks[0].written["password"] == f"file:{where}"  # a replay keeps its name in every folder
+        return [made.sources["source"].options["kafka.ssl.ca.location"], sink["tlsTrustCertsFile"],
+                sink["password"].removeprefix("file:"), notify.url.removeprefix("file:")]  # fmt: skip
+
+    assert set(found("here")) == {str(tmp_path / "etc" / "here")}
+    assert set(found("elsewhere")) == {"elsewhere"}
+    assert set(found("/etc/hostname")) == {"/etc/hostname"}
+    monkeypatch.chdir(tmp_path / "etc")
+    assert set(found("here")) == {"here"}
+
+
 def test_a_missing_file_is_one_clear_error() -> None:
     with pytest.raises(UsageError, match="FILE_UNREADABLE"):
         load_file("/nowhere/orders.yaml")

@@ -64,7 +64,7 @@ def replay(pipeline: P, start: str, end: str, into: Endpoint | str, sink: str | 
     check_target(pipeline, target)
     for name, source in pipeline.sources.items():
         check_replayable(name, source)
-    key = short_hash([start, end, own.sink_name, target.system, dict(target.options)])
+    key = short_hash([start, end, own.sink_name, target.system, {**target.options, **target.written}])
     derived = derive(pipeline, f".replay-{key}", target)
     begin, derived.until = _range(derived, start, end)
     for name in derived.sources:

@@ -38,6 +38,7 @@ from delivered.pipeline.file import (
     TransformEntry,
     endpoint_of,
     load_file,
+    resolve_file,
     resolve_location,
 )
 from delivered.pipeline.registry import connector, connectors
@@ -360,7 +361,9 @@ class Definition:
             on_bad_row=file.on_bad_row,
             dead_letter=endpoint_of(file.dead_letter, folder) if file.dead_letter else None,
             lineage=file.lineage,
-            notify=file.notify.model_dump(exclude_none=True) if file.notify else None,
+            notify={k: resolve_file(folder, v) if v.startswith("file:") else v for k, v in file.notify if v is not None}
+            if file.notify
+            else None,
         )
 
     @property

@@ -179,6 +179,7 @@ class Endpoint:
         name: of a sink, in its pipeline; None: the connector's default.
         projection: of a sink: the rows and columns it gets.
         audit: of a sink: how the audit identifies its records, {"id": SQL, "key": SQL}; empty: as the pipeline does.
+        written: options with a path that depends on the process's folder, as the pipeline file has them.
     """
 
     format: str
@@ -186,6 +187,7 @@ class Endpoint:
     name: str | None = None
     projection: Projection = Projection()
     audit: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, value in self.options.items():

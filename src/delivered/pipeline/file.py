@@ -5,6 +5,7 @@ Call > command line > environment > file > default.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
@@ -255,8 +256,21 @@ def resolve_location(folder: Path, location: str) -> str:
     return str((folder / location).absolute()) if plain else location
 
 
+def resolve_file(folder: Path, value: str) -> str:
+    """As `resolve_location`, of a file that must exist: a certificate, or the `file:PATH` of a secret. One that is only
+    in the process's folder stays as it is: `spark-submit --files` puts it there, on every executor."""
+    start = "file:" if value.startswith("file:") else ""
+    beside = folder / value.removeprefix(start)
+    with contextlib.suppress(OSError):
+        if beside.is_file() and not folder.samefile(Path()):
+            return f"{start}{beside.absolute()}"
+    return value
+
+
 _PATHS = ("path", "ledger", "log", "warehouse")
 """Options that hold a path, or a URL."""
+_FILES = ("location", "certsfile", "certificatefile", "keyfile")
+"""How options end that hold the path of a file."""
 
 
 def endpoint_of(entry: SourceEntry | SinkEntry, folder: Path) -> Endpoint:
@@ -264,10 +278,12 @@ def endpoint_of(entry: SourceEntry | SinkEntry, folder: Path) -> Endpoint:
     options = {k: option_text(k, v) for k, v in (entry.__pydantic_extra__ or {}).items()}
     for key in [k for k in options if k.lower() in _PATHS]:
         options[key] = resolve_location(folder, options[key])
+    written = {k: v for k, v in options.items() if k.lower().endswith(_FILES) or v.startswith("file:")}
+    options |= {k: resolve_file(folder, v) for k, v in written.items()}
     if isinstance(entry, SourceEntry):
         return Endpoint(entry.format, options)
     audit = entry.audit.model_dump(exclude_none=True) if entry.audit else {}
-    return Endpoint(entry.format, options, entry.name, entry.projection, audit)
+    return Endpoint(entry.format, options, entry.name, entry.projection, audit, written)
 
 
 # The JSON Schema of a pipeline file, from the model and the connectors' option tables.
