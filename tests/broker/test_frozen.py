@@ -7,7 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,13 +71,24 @@ def full() -> Iterator[str]:
         yield "{}:{}".format(*server.getsockname())
 
 
-@pytest.mark.parametrize("name", ["kafka", "kafka, TLS", "postgres", "mysql", "rabbitmq", "activemq", "rocketmq"])
-def test_questions_in_a_bound_end_with_it(tmp_path: Path, name: str) -> None:
+@contextmanager
+def silent() -> Iterator[str]:
+    """The address of a server that has been frozen for a moment: the system accepts connections for it."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield "{}:{}".format(*server.getsockname())
+
+
+@pytest.mark.parametrize("frozen", [full, silent])
+@pytest.mark.parametrize("name", SINKS)
+def test_questions_in_a_bound_end_with_it(
+    tmp_path: Path, name: str, frozen: Callable[[], AbstractContextManager[str]]
+) -> None:
     """A status asks several, and a scrape is given up after 5 s: an alert of the outage needs the answer."""
-    with full() as place:
+    with frozen() as place:
         urls = {"postgres": f"postgresql://{place}/x", "mysql": f"mysql://me@{place}/x", "rocketmq": place}
         urls |= {"rabbitmq": f"amqp://{place}/", "activemq": f"stomp://{place}"}
-        server = SimpleNamespace(bootstrap=place, url=urls.get(name, ""))
+        web = {"url": f"pulsar://{place}", "adminUrl": f"http://{place}"}
+        server = SimpleNamespace(bootstrap=place, url=urls.get(name, ""), options=web)
         sink = SINKS[name](server, str(tmp_path / "ledger.db")).sink()
         start = time.monotonic()
         with within(1):

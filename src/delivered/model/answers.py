@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.model.patience import left_s
 
 T = TypeVar("T")
 
@@ -122,7 +123,7 @@ class JsonAnswer:
 
 
 class TimedAnswer(http.client.HTTPResponse):
-    """An answer whose head and body arrive within CONNECT_TIMEOUT_S, or raise TimeoutError.
+    """An answer whose head and body arrive within CONNECT_TIMEOUT_S and enclosing waits, or raise TimeoutError.
 
     Set it as the `response_class` of a connection.
     """
@@ -135,17 +136,18 @@ class TimedAnswer(http.client.HTTPResponse):
 class _Timed(io.RawIOBase):
     def __init__(self, raw: Any, sock: Any) -> None:
         self._raw, self._sock = raw, sock
-        self._deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        self._limit_s = left_s(CONNECT_TIMEOUT_S)
+        self._deadline = time.monotonic() + self._limit_s
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> Any:
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError(f"its answer did not end within {CONNECT_TIMEOUT_S:.0f} s")
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError(f"its answer did not end within {self._limit_s:.0f} s")
         if self._sock.fileno() >= 0:  # else it was closed after the request, and the rest is read from what is left
-            self._sock.settimeout(left_s)
+            self._sock.settimeout(remaining_s)
         return self._raw.readinto(buffer)
 
     def close(self) -> None:

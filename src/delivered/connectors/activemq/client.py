@@ -173,7 +173,8 @@ class Session:
             raise self._unreachable(str(error) or "no connection") from error
         try:
             self.wait(lambda: bool(self.server), left_s(CONNECT_TIMEOUT_S), "open a STOMP connection")
-        except DeliveredError:
+        except DeliveredError as error:
+            self.failed = error  # not asked to say goodbye, which would be waited for
             self.close()
             raise
 
@@ -223,7 +224,7 @@ class Session:
             if self.failed is None:
                 self.frames.disconnect()
                 with self.changed:
-                    self.changed.wait_for(lambda: self._disconnected, _CLOSE_S)
+                    self.changed.wait_for(lambda: self._disconnected, left_s(_CLOSE_S))
         with contextlib.suppress(*failures):
             self.frames.transport.disconnect_socket()
 

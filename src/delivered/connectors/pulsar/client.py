@@ -281,7 +281,7 @@ class Admin:
         self._options = options
         self._patient = patient
         checks = options.tls_context() if options.admin_url.startswith("https") else None
-        self._pool = urllib3.PoolManager(timeout=CONNECT_TIMEOUT_S, retries=False, ssl_context=checks)
+        self._pool = urllib3.PoolManager(retries=False, ssl_context=checks)
         self._pool.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
 
     def partitions(self, topic: str) -> int:
@@ -371,7 +371,7 @@ class Admin:
         A broker that has just loaded the topic does not know it yet: waits for it.
         """
         path = "/admin/v3/transactions/transactionBufferStats/" + self._path(physical).partition("/persistent/")[2]
-        deadline = time.monotonic() + SOURCE_PATIENCE_S
+        deadline = time.monotonic() + left_s(SOURCE_PATIENCE_S)
         while True:
             try:
                 state, position = self._read(path, _stable_position)
@@ -503,7 +503,7 @@ class Admin:
             raise self._unreachable(f"of {path}, {hidden(self._options, str(why))}") from None
 
     def _ask(self, method: str, path: str, body: Any = None) -> tuple[Mapping[str, str], bytes]:
-        deadline = time.monotonic() + (SOURCE_PATIENCE_S if self._patient else 0)
+        deadline = time.monotonic() + (left_s(SOURCE_PATIENCE_S) if self._patient else 0)
         while True:
             try:
                 answer = self._once(method, self._options.admin_url + path, body)
@@ -524,7 +524,14 @@ class Admin:
             try:
                 # Redirects are followed here: the library would send the token to any host, or to none.
                 reply = self._pool.request(
-                    method, url, json=body, headers=headers, redirect=False, preload_content=False, decode_content=False
+                    method,
+                    url,
+                    json=body,
+                    headers=headers,
+                    timeout=left_s(CONNECT_TIMEOUT_S),
+                    redirect=False,
+                    preload_content=False,
+                    decode_content=False,
                 )
                 data = _body(reply)
             except (urllib3.exceptions.HTTPError, AnswerTooLarge) as error:

@@ -26,6 +26,7 @@ from delivered.connectors.pulsar.client import Admin, Bounds, explained, pulsar,
 from delivered.model.errors import DeliveredError, InvariantBroken, OutcomeUnknown, Refused, Unreachable, UsageError
 from delivered.model.identity import Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S
+from delivered.model.patience import left_s
 from delivered.model.work import Failed, Ok, Outcome, Unknown, with_format, without_format
 
 log = logging.getLogger(__name__)
@@ -265,10 +266,10 @@ class Topic:
             self._reader = warm_client(self._options).create_reader(self.name, first, receiver_queue_size=_QUEUE)
         if not wait and not self._reader.has_message_available():
             return None
-        return self._reader.read_next(int(CONNECT_TIMEOUT_S * 1000))
+        return self._reader.read_next(int(left_s(CONNECT_TIMEOUT_S) * 1000))
 
     def _patiently(self, ask: Callable[[], Any]) -> Any:
-        library, deadline = pulsar(), time.monotonic() + (OUTAGE_PATIENCE_S if self._answered else 0)
+        library, deadline = pulsar(), time.monotonic() + (left_s(OUTAGE_PATIENCE_S) if self._answered else 0)
         while True:
             try:
                 answer = ask()
