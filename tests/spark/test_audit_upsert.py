@@ -7,11 +7,15 @@ import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
+from tests.support import without_spark
 
+import delivered
+from delivered import Pipeline
 from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.request import AuditRequest
 from delivered.audit.spark.audit import audit
@@ -175,3 +179,58 @@ def test_of_mode_insert_a_row_that_stood_there_before_is_not_altered(spark: Spar
     change(tmp_path, "DELETE FROM rows WHERE id = 3")
     change(tmp_path, "DELETE FROM rows WHERE id = 4")
     assert audit(spark, spec(tmp_path, **insert)).counts.lost == 1
+
+
+def _versions(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Of the key n, the time n microseconds after an hour, and the value."""
+    numbers = pc.cast(pc.cast(batch.column("key"), pa.string()), pa.int64())
+    texts = batch.column("value").cast(pa.string())
+    at = pc.add(pa.scalar(3_600_000_000), numbers).cast(pa.timestamp("us", "UTC"))
+    version = pc.cast(pc.binary_slice(batch.column("value"), 0, 1).cast(pa.string()), pa.int64())
+    return pa.RecordBatch.from_arrays([at, version, texts], names=["at", "version", "text"])
+
+
+def _by_time(folder: Path, values: dict[bytes, list[bytes]], **options: Any) -> Pipeline:
+    keys = [k for k, of_key in values.items() for _ in of_key]
+    append(str(folder / "log"), pa.table({"key": keys, "value": [v for of_key in values.values() for v in of_key]}))
+    mode = {"mode": "upsert", "keyColumns": "at", "versionColumn": "version"}
+    return Pipeline(
+        name="by-time",
+        guarantee="at_most_once",
+        checkpoint=str(folder / "checkpoint"),
+        source=delivered.log(str(folder / "log")),
+        transform=delivered.arrow(_versions),
+        sinks=[delivered.endpoint("sqlite", path=str(folder / "sink.db"), table="rows", ifNotExists=True, **mode)],
+        audit={"own": "true"},
+        **options,
+    )
+
+
+def test_keys_within_a_millisecond_are_not_mixed_up(spark: SparkSession, tmp_path: Path) -> None:
+    pipeline = _by_time(tmp_path, {b"1": [b"1 a"], b"2": [b"1 b"], b"3000": [b"1 c"]})
+    without_spark.deliver(pipeline)
+    assert pipeline.audit(spark).verdict is Verdict.HELD
+    change(tmp_path, "DELETE FROM rows WHERE text = '1 a'")
+    change(tmp_path, "INSERT INTO rows SELECT replace(at, '0002', '0004'), 1, 'd' FROM rows WHERE text = '1 b'")
+    report = pipeline.audit(spark)
+    assert report.counts == Counts(3, 3, lost=1, unexpected=1), report
+
+
+def test_rows_of_dead_letters_whose_cause_was_fixed_are_unknown(spark: SparkSession, tmp_path: Path) -> None:
+    """One key has an older row, and one has none. No other row may differ."""
+    with closing(sqlite3.connect(tmp_path / "sink.db")) as connection, connection:
+        connection.execute("CREATE TABLE rows (at TEXT NOT NULL PRIMARY KEY, version INTEGER, text TEXT)")
+        connection.execute("CREATE INDEX refusing ON rows (json_extract(substr(text, 3), '$.n'))")
+    letters = delivered.files(str(tmp_path / "letters"), fileFormat="parquet")
+    values = {b"1": [b"1 {}", b"2 bad"], b"2": [b"1 bad"], b"3": [b"1 {}"]}
+    pipeline = _by_time(tmp_path, values, on_bad_row="dead_letter", dead_letter=letters)
+    without_spark.deliver(pipeline)
+    assert pipeline.audit(spark).verdict is Verdict.HELD
+    with closing(sqlite3.connect(tmp_path / "sink.db")) as connection, connection:
+        connection.execute("DROP INDEX refusing")
+    report = pipeline.audit(spark)
+    assert (report.verdict, report.breaches) == (Verdict.UNKNOWN, []), report
+    assert (report.counts.lost, report.counts.altered) == (1, 1)
+    assert "2 were not retried" in report.unknowns[0]
+    change(tmp_path, "DELETE FROM rows WHERE text = '1 {}' AND at LIKE '%3%'")
+    assert pipeline.audit(spark).breaches

@@ -334,9 +334,10 @@ def _compare(
         report = account_for_skipped(report, mode, ledger)
     if mode == APPEND and request.keys is None:
         report = account_for_removed(report)
-    report = account_for_dead_letters(report, ledger.dead_letters)
-    if report.counts.unexpected and ledger.dead_letters and request.decided_by is not None:
-        report = account_for_retries(report, count_retried(request.decided_by, scope))
+    if report.counts.damaged and ledger.dead_letters and request.decided_by is not None:
+        retried = count_retried(request.decided_by, scope)
+        report = account_for_dead_letters(report, ledger.dead_letters, retried, by_row=mode == APPEND)
+        report = account_for_retries(report, retried)
     known_versions = bool(request.transform_version) and all(r.transform for r in current)
     report = judge(report, versions_known=known_versions)
     begins = skipped[-1].end if skipped else begins

@@ -258,23 +258,31 @@ def account_for_late(report: AuditReport, late: int, *, expired: bool) -> AuditR
     return replace(report, notes=(*report.notes, why))
 
 
-def account_for_dead_letters(report: AuditReport, dead_letters: int) -> AuditReport:
+def account_for_dead_letters(report: AuditReport, dead_letters: int, retried: int, *, by_row: bool) -> AuditReport:
     """The report on a sink that did not get all rows which it accepts today: their dead letters are open, or dropped.
 
     Args:
         dead_letters: of all batches, by the ledger.
+        retried: rows that retries wrote to the sink.
+        by_row: the sink keeps each row. Else a dead letter may also be why there is an older row of its key.
     """
-    prints, lost = report.fingerprints, report.counts.lost
-    if not lost or prints is None or prints.ledger is None:
+    prints, counts = report.fingerprints, report.counts
+    undeleted = report.undeleted if report.undeleted == counts.unexpected else 0
+    if by_row and prints is not None and prints.ledger is not None:
+        refused = min(prints.sent.count - prints.ledger.count - prints.given_up.count, dead_letters)
+        differing, explained = counts.lost, [Damage.LOST]
+        why = f"the lost records may be dead letters: the sink accepts {refused:,} more records now than the batches "
+        why += "handed to it; `delivered dead-letters list --all` shows which ones were not retried"
+    else:
+        refused, differing = dead_letters - retried, counts.lost + counts.altered + undeleted
+        explained = [Damage.LOST, Damage.ALTERED, *([Damage.UNEXPECTED] if undeleted else [])]
+        why = f"the rows that differ may be those of dead letters: {refused:,} were not retried, by the ledger; "
+        why += "`delivered dead-letters list --all` shows them"
+    if not 0 < differing <= refused:
         return report
-    refused = min(prints.sent.count - prints.ledger.count - prints.given_up.count, dead_letters)
-    if refused < lost:
-        return report
-    why = (
-        f"the lost records may be dead letters: the sink accepts {refused:,} more records now than the batches handed "
-        "to it; `delivered dead-letters list --all` shows which ones were not retried"
-    )
-    return replace(report, uncertain=(*report.uncertain, Damage.LOST), unknowns=(*report.unknowns, why))
+    left = 0 if Damage.UNEXPECTED in explained else report.undeleted
+    uncertain, unknowns = (*report.uncertain, *explained), (*report.unknowns, why)
+    return replace(report, uncertain=uncertain, undeleted=left, unknowns=unknowns)
 
 
 def account_for_retries(report: AuditReport, retried: int) -> AuditReport:
@@ -284,7 +292,7 @@ def account_for_retries(report: AuditReport, retried: int) -> AuditReport:
     Args:
         retried: rows that retries wrote to the sink.
     """
-    if report.counts.unexpected > retried:
+    if not 0 < report.counts.unexpected <= retried:
         return report
     why = f"the unexpected records may be dead letters: retries wrote {retried:,} to the sink, by their ledgers"
     return replace(report, uncertain=(*report.uncertain, Damage.UNEXPECTED), unknowns=(*report.unknowns, why))

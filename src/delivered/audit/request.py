@@ -277,8 +277,16 @@ class NeedsSpark(Exception):
 
 
 def id_sql(mode: WriteMode) -> str:
-    """SQL that identifies a key of an upsert."""
-    return f"to_json(struct({', '.join(map(backquoted, mode.keys))}))"
+    """SQL that identifies a key of an upsert: as JSON, where Spark's texts of times end with milliseconds; times of
+    finer units are told apart by what follows a tab."""
+    keys = [*map(backquoted, mode.keys)]
+    micros = "map('timestampFormat', 'SSSSSS', 'timestampNTZFormat', 'SSSSSS')"
+    finer = [f"if(typeof({key}) LIKE '%timestamp%', to_json(struct({key}), {micros}), NULL)" for key in keys]
+    return f"concat_ws(char(9), to_json(struct({', '.join(keys)})), {', '.join(finer)})"
+
+
+FINER = r"\}\t\{.*"
+"""What follows the milliseconds in a text of `id_sql`, from the brace before it on. Shares of the keys go without."""
 
 
 def check_write_mode(mode: WriteMode, *, dedup: bool = False) -> None:

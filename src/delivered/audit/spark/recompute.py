@@ -9,7 +9,7 @@ As one batch, if that gives what the query's batches gave; else, and if the two 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,13 +22,14 @@ from pyspark.sql.types import DecimalType, DoubleType, FloatType, StructType, Ti
 from pyspark.sql.window import Window
 
 from delivered.audit.continuation import Cut
-from delivered.audit.evidence import Counts, Damage, LedgerAccount, Sample
+from delivered.audit.evidence import Counts, Damage, LedgerAccount, Sample, count_retried
 from delivered.audit.judge import (
     ALL,
     MISSING,
     Caveat,
     Method,
     Result,
+    account_for_dead_letters,
     account_for_recompute,
     find_caveats,
     keeps_first,
@@ -205,6 +206,9 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
         report = replace(report, keys=KeyCheck.of_counts(request.keys, counts, selected))
     all_caveats = [*_of_ledger(request, ledger, read, unsure), *caveats]
     report = account_for_recompute(report, all_caveats, columns, comparison.identified_by, expected.ran)
+    if counts.damaged and ledger.dead_letters and request.decided_by is not None:
+        retried = count_retried(request.decided_by, scope)
+        report = account_for_dead_letters(report, ledger.dead_letters, retried, by_row=False)
     if request.sealing is None:
         return report
     seals = Seals(request, scope)
@@ -349,7 +353,7 @@ def _last(frame: DataFrame, mode: WriteMode) -> tuple[DataFrame, DataFrame | Non
     keys = [*map(backquoted, mode.keys)]
     by_key = Window.partitionBy(*keys).orderBy(*order)
     best = frame.withColumns({_COPY: F.row_number().over(by_key), _RANK: F.rank().over(by_key)}).where(f"{_RANK} = 1")
-    row = F.xxhash64(F.to_json(F.struct(*map(backquoted, rows.columns))))
+    row = F.xxhash64(_json(map(backquoted, rows.columns)))
     unclear = best.groupBy(*keys).agg((F.min(row) != F.max(row)).alias(_DIFFERS)).where(_DIFFERS)
     kept = best.where(f"{_COPY} = 1").drop(BATCH, _COPY, _RANK)
     return _without_deleted(kept, mode), unclear, caveat
@@ -453,7 +457,7 @@ def _of_copies(query: Query) -> list[Caveat]:
     differing = 0
     for call in calls:
         subset = call.arguments.get("subset") or call.frame.columns
-        row = F.xxhash64(F.to_json(F.struct(*map(backquoted, call.frame.columns))))
+        row = F.xxhash64(_json(map(backquoted, call.frame.columns)))
         by_key = call.frame.select(by_partition(indices).alias(_RANGE), *map(backquoted, subset), row.alias(_ROW))
         grouped = by_key.groupBy(_RANGE, *map(backquoted, subset)).agg((F.min(_ROW) != F.max(_ROW)).alias(_COPY))
         differing += grouped.where(_COPY).count()
@@ -571,7 +575,7 @@ def _typed(frame: DataFrame, written: StructType, like: StructType | None = None
         if isinstance(before, DecimalType):
             kind = DecimalType(38, 38 - (before.precision - before.scale))
         elif "map<" in kind.simpleString():
-            column = F.to_json(F.struct(column))  # maps have no order
+            column = _json([column])  # maps have no order
         elif like is not None:
             kind = like[field.name].dataType
         columns.append((column if kind == field.dataType else column.try_cast(kind)).alias(field.name))
@@ -669,9 +673,15 @@ def compare(
         joined.unpersist()
 
 
+def _json(columns: Iterable[Column | str]) -> Column:
+    """Of the same text, if all values are the same; Spark's own texts of times end with milliseconds."""
+    formats = {"timestampFormat": "yyyy-MM-dd HH:mm:ss.SSSSSSXXX", "timestampNTZFormat": "yyyy-MM-dd HH:mm:ss.SSSSSS"}
+    return F.to_json(F.struct(*columns), formats)
+
+
 def _joined(must: DataFrame, there: DataFrame, identity: str | None, keys: SharedKeys | None) -> DataFrame:
     """Rows of both sides by id; copies of one id are numbered."""
-    content = F.to_json(F.struct(*map(backquoted, must.columns)))
+    content = _json(map(backquoted, must.columns))
 
     def side(frame: DataFrame, name: str) -> DataFrame:
         id_ = F.coalesce(F.expr(identity).cast("string"), content) if identity else content

@@ -42,6 +42,7 @@ from pyspark.sql.window import Window
 
 from delivered.audit.evidence import DedupCounts, source_partitions
 from delivered.audit.request import (
+    FINER,
     AuditRequest,
     BadExpression,
     BatchRange,
@@ -596,7 +597,8 @@ class SharedKeys:
         """Rows with the text that identifies them."""
         if self.by_columns:
             return frame
-        return frame.where(bucket([F.col(id_column)], self.share.of) == F.lit(self.share.number))
+        text = F.regexp_replace(id_column, FINER, "}")
+        return frame.where(bucket([text], self.share.of) == F.lit(self.share.number))
 
     def selected(self, frame: DataFrame) -> str:
         """Where Spark drops the rows of other shares, for a report."""
