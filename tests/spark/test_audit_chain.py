@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psycopg
+import pyarrow as pa
 import pytest
 import yaml
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from tests.kafka_tools import read_committed
+from tests.support import without_spark
 
 import delivered
 from delivered.audit.evidence import Counts, Damage, Verdict
 from delivered.audit.report import ChainReport
+from delivered.connectors.log import append
 from delivered.model.errors import UsageError
 from delivered.patterns import outbox
 
@@ -218,3 +222,50 @@ def test_seals_of_hops_say_what_a_comparison_of_the_ends_says(kafka: Any, spark:
     apart = delivered.audit_chain(chain.pipelines, spark)
     assert "the seals of the hops do not join: relay, batch 4: never audited" in str(apart)
     assert counts_of(apart)[-1] == Counts(n + 4, n - 1, lost=1)
+
+
+@pytest.mark.matrix
+def test_a_dead_letter_whose_cause_was_fixed_is_unknown_from_end_to_end(
+    kafka: Any, spark: SparkSession, tmp_path: Path
+) -> None:
+    """Its hop sealed the batch before, and compares it no more."""
+    topic, database = kafka.topic(1), tmp_path / "sink.db"
+    servers = {"kafka.bootstrap.servers": kafka.bootstrap}
+    append(str(tmp_path / "log"), pa.table({"key": [b"a", b"b", b"c"], "value": [b"{}", b"not", b'{"n": 1}']}))
+    own: dict[str, Any] = {"audit": {"own": "true"}}
+    send = delivered.Pipeline(
+        name="send",
+        guarantee="exactly_once",
+        checkpoint=str(tmp_path / "send"),
+        source=delivered.log(str(tmp_path / "log")),
+        sinks=[delivered.endpoint("kafka", topic=topic, **servers)],
+        **own,
+    )
+    store = delivered.Pipeline(
+        name="store",
+        guarantee="at_most_once",
+        checkpoint=str(tmp_path / "store"),
+        source=delivered.endpoint("kafka", subscribe=topic, startingOffsets="earliest", **servers),
+        transform=delivered.arrow(select=["key", "value"]),
+        sinks=[delivered.sqlite(str(database), "rows", ifNotExists=True)],
+        on_bad_row="dead_letter",
+        dead_letter=delivered.files(str(tmp_path / "letters"), fileFormat="parquet"),
+        **own,
+    )
+
+    def run(*statements: str) -> None:
+        with closing(sqlite3.connect(database)) as connection, connection:
+            for statement in statements:
+                connection.execute(statement)
+
+    refusing = "CREATE INDEX refusing ON rows (json_extract(CAST(value AS TEXT), '$.n'))"
+    run("CREATE TABLE rows (key BLOB, value BLOB)", refusing)
+    for pipeline in (send, store):
+        assert without_spark.deliver(pipeline) == 1
+    assert delivered.audit_chain([send, store], spark).verdict is Verdict.HELD
+    run("DROP INDEX refusing")
+    (report,) = [end.report for end in delivered.audit_chain([send, store], spark, full=True).ends]
+    assert (report.verdict, report.counts.lost) == (Verdict.UNKNOWN, 1), report
+    assert "dead-letters list --all" in report.unknowns[-1]
+    run("DELETE FROM rows WHERE key = CAST('c' AS BLOB)")
+    assert delivered.audit_chain([send, store], spark, full=True).verdict is Verdict.BROKEN

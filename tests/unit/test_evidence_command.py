@@ -119,6 +119,16 @@ def test_a_file_is_checked(tmp_path: Path, made: delivered.Pipeline) -> None:
     assert "seal 1 was changed: its sha256 is another one" in [f["text"] for f in found["faults"]]
 
 
+@pytest.mark.parametrize("edit", [('\\"format\\":1', '\\"format\\":9'), ('\\"pipeline\\":\\"o', '\\"pipeline\\":\\"}')])
+def test_a_byte_that_makes_a_seal_unreadable(tmp_path: Path, made: delivered.Pipeline, edit: tuple[str, str]) -> None:
+    seal(made, 3)
+    file = written(tmp_path)
+    file.write_text(file.read_text().replace(*edit, 1))
+    code, found = checked(file)
+    assert (code, found["intact"]) == (1, False)
+    assert "the seal at place 0 cannot be read" in found["faults"][1]["text"]
+
+
 def test_a_range(tmp_path: Path, made: delivered.Pipeline) -> None:
     seal(made, 3)
     name = made.sink_names[0]

@@ -32,7 +32,7 @@ from typing import Any, Self
 from delivered.audit.evidence import Counts, Verdict, breaches
 from delivered.contract.source import Offsets
 from delivered.model.capability import Guarantee
-from delivered.model.errors import DeliveredError
+from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, batches_text
 from delivered.model.work import Account, check_format
@@ -208,7 +208,9 @@ class Seal:
         """
         try:
             return cls._parsed(json.loads(text.encode()))  # what cannot be encoded has no hash
-        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
+        except Refused:
+            raise
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, UsageError) as error:
             raise ValueError(f"not a seal: {error!r}") from error
 
     @classmethod

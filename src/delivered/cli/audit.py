@@ -40,7 +40,7 @@ from delivered.cli.command import (
 )
 from delivered.cli.run import LogFormatOption
 from delivered.machine import without_pandas
-from delivered.model.errors import OutcomeUnknown, UsageError, one_line
+from delivered.model.errors import OutcomeUnknown, Refused, UsageError, one_line
 from delivered.model.options import is_reference, resolve_secret
 
 if TYPE_CHECKING:
@@ -430,11 +430,18 @@ def _batches(text: str) -> range | None:
 
 
 def _report(output: Output, evidence: Evidence, faults: list[Fault], says: list[str]) -> None:
+    from delivered.audit.evidence_file import Kind
     from delivered.audit.request import found_by
     from delivered.audit.seal import State
     from delivered.model.identity import batches_text
 
-    sealed = [(chain, chain.sealed) for chain in evidence.chains]
+    sealed = []
+    for chain in evidence.chains:
+        try:
+            sealed.append((chain, chain.sealed))
+        except Refused:  # by a later version, if nobody changed the file
+            if not any(fault.kind is Kind.CHANGED and not fault.sink for fault in faults):
+                raise
     if output is Output.JSON:
         say_json(
             {

@@ -21,8 +21,8 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 
 from delivered.audit.account import Progress, reason
-from delivered.audit.evidence import Damage, Verdict
-from delivered.audit.judge import contradictions
+from delivered.audit.evidence import Damage, Verdict, count_retried
+from delivered.audit.judge import account_for_dead_letters, contradictions
 from delivered.audit.local import chosen_sink
 from delivered.audit.report import AuditReport, ChainReport, Segment
 from delivered.audit.request import (
@@ -36,6 +36,7 @@ from delivered.audit.request import (
     split_by_transform,
 )
 from delivered.audit.seal import Joined, Seal, SealedHop, current, join, read_sealed, why_apart
+from delivered.audit.sealing import read_account
 from delivered.audit.spark.audit import audit_sink, request_for, stored_rows
 from delivered.audit.spark.reconcile import Slots, canonical_schema, hashed, reconcile, without_order
 from delivered.audit.spark.slices import beyond_rows, keeps_partitions, kept_plain, shuffles_fit_for
@@ -355,9 +356,21 @@ def _compare(
         id_says=last.report.id_says,
     )
     report = replace(report, unknowns=(*contradictions(report), *_unknowns(hops, report)))
+    if result.counts.damaged:
+        report = account_for_dead_letters(report, *_dead_letters(hops), by_row=False)
     # Beside what the sink holds: what is still on its way to it.
     report = replace(report, counts=replace(result.counts, delivered=there - foreign))
     return report, max(source_end + waits - result.counts.in_progress, 0)
+
+
+def _dead_letters(hops: Sequence[_Hop]) -> tuple[int, int]:
+    """Of all hops, and those that were retried, by the ledgers."""
+    dead_letters = retried = 0
+    for hop in hops:
+        request, scope = hop.request, Scope(hop.pipeline.name, hop.request.named_sink, hop.report.incarnation)
+        if (count := read_account(request, scope).dead_letters) and request.decided_by is not None:
+            dead_letters, retried = dead_letters + count, retried + count_retried(request.decided_by, scope)
+    return dead_letters, retried
 
 
 def _given_up(report: AuditReport) -> int:
