@@ -277,8 +277,8 @@ class NeedsSpark(Exception):
 
 
 def id_sql(mode: WriteMode) -> str:
-    """SQL that identifies a key of an upsert: as JSON, where Spark's texts of times end with milliseconds; times of
-    finer units are told apart by what follows a tab."""
+    """SQL that identifies a key of an upsert: as JSON, where Spark's texts of times end with milliseconds; behind a tab
+    follows what is finer."""
     keys = [*map(backquoted, mode.keys)]
     micros = "map('timestampFormat', 'SSSSSS', 'timestampNTZFormat', 'SSSSSS')"
     finer = [f"if(typeof({key}) LIKE '%timestamp%', to_json(struct({key}), {micros}), NULL)" for key in keys]
