@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from tests.support.sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig, offsets
 from tests.support.sweeps import sweep
 
+from delivered.connectors.sqlite import CONNECTOR as SQLITE
+from delivered.contract.sink import Sink
+from delivered.engine import Sinks
 from delivered.engine.context import same_target
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
@@ -402,3 +407,39 @@ def test_a_renamed_pipeline_is_told_its_former_name(rig: Rig) -> None:
     assert "Ledgers in the same place: " in caught.value.message
     another.run(0)  # an independent pipeline, from its first batch on
     assert rig.run(2) is not None
+
+
+@dataclass
+class WithSqlite(Rig):
+    """A sink, and SQLite as the last resource, which decides for both."""
+
+    last: Sink | None = None
+
+    @property
+    def sinks(self) -> Sinks:
+        assert self.last is not None
+        return Sinks.of([(None, self.sink, None), ("last", self.last, None)])
+
+
+@pytest.mark.parametrize("system", ["kafka", "pulsar", "postgres-two-phase", "mysql-two-phase", "rocketmq"])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_batch_that_an_older_ledger_lacks_is_not_doubled(
+    request: pytest.FixtureRequest, tmp_path: Path, system: str, before: int
+) -> None:
+    ledger = tmp_path / "last" / "last.db"
+    ledger.parent.mkdir()
+    rig = WithSqlite(SINKS[system](request), last=SQLITE.sink({"path": str(ledger), "table": "orders"}))
+    context = rig.context()
+    for batch in range(before):
+        rig.run(batch, context)
+    plan = rig.plan(context, before)
+    shutil.copytree(ledger.parent, copy := tmp_path / "copy")
+    commit_batch(context, before, offsets(before), rig.write(plan))
+    visible = rig.visible()
+    context.close()
+    shutil.rmtree(ledger.parent)
+    copy.rename(ledger.parent)
+    with pytest.raises(LedgerBehind, match=r"shards \[0, 1\]") as caught:
+        rig.run(before, rig.context("second"))
+    assert caught.value.code == "DELIVERED_BATCH_VISIBLE"
+    assert rig.visible() == visible == rig.expected(*range(before + 1))

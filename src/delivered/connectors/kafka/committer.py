@@ -21,7 +21,7 @@ from functools import partial
 
 from delivered.clients.kafka import NoAnswer, protocol
 from delivered.clients.kafka.channel import Channel
-from delivered.clients.kafka.protocol import Wire
+from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.clients.kafka.record_batch import Partition
 from delivered.clients.kafka.transactions import (
     OPEN_STATES,
@@ -57,6 +57,7 @@ from delivered.connectors.kafka.topics import (
     is_ours,
     ledger_topic,
     open_transactions,
+    starts_from_the_end,
     topic_id,
 )
 from delivered.contract.sink import Committer, OpenTransaction, Shards
@@ -139,6 +140,44 @@ def find_marker(
         return found
     except NoAnswer as error:
         raise OutcomeUnknown("MARKER_UNREADABLE", shard=work.shard, batch=work.batch, error=error) from None
+
+
+def find_visible(wire: Wire, topic: str, scope: Scope, batch: int) -> set[int]:
+    """Shards whose newest visible marker is of this batch or a later one.
+
+    Reads from the partition's end back to a marker of an earlier batch: a batch starts after the previous one's end.
+
+    Raises:
+        NoAnswer: the partition could not be read.
+    """
+    partition, prefix = marker_partition(scope), marker_key(scope, 0)[: -len(b"0]")]
+    shards = set[int]()
+    try:
+        for start in starts_from_the_end(CommittedReader(wire, topic, partition).end()):
+            reader, earlier = CommittedReader(wire, topic, partition), False
+            reader.position = start
+            for record in reader.read(time.monotonic() + RECOVERY_WAIT_S, ours=lambda r: r.key.startswith(prefix)):
+                if not record.key.startswith(prefix) or (marker := _read_any(record)) is None:
+                    continue
+                shard, incarnation, marked = marker
+                if incarnation == scope.incarnation and marked >= batch:
+                    shards.add(shard)
+                else:
+                    earlier = True
+            if earlier:
+                break
+    except NoTopic:
+        return set()
+    return shards
+
+
+def _read_any(record: Record) -> tuple[int, str, int] | None:
+    """Shard, incarnation and batch; None: no marker."""
+    try:
+        incarnation, batch, _ = read_marker(record.value or b"")
+        return (int(json.loads(record.key)[-1]), incarnation, batch) if record.producer != NOBODY else None
+    except Exception:  # any bytes
+        return None
 
 
 def _read_own(topic: str, partition: int, record: Record, work: Work) -> Fingerprint | None:
@@ -575,6 +614,13 @@ class KafkaCommitter(Committer):
         """Whether this transaction has a committed marker."""
         held, settle = Transaction.of(prepared), self._ends.settle_known
         return find_marker(self._wire, self._topic, work, held, RECOVERY_WAIT_S, settle) is not None
+
+    def visible_shards(self, batch: int) -> Sequence[int]:
+        """By markers. See `delivered.contract.sink.Committer`."""
+        try:
+            return sorted(find_visible(self._wire, self._topic, self._scope, batch))
+        except NoAnswer as error:
+            raise Unreachable("KAFKA_NO_ANSWER.MARKERS", topic=self._topic, error=error) from None
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         """EndTxn(abort). If another producer has initialised the id since, this transaction is aborted already."""

@@ -320,13 +320,17 @@ class PulsarCommitter(Committer):
     def __init__(self, options: PulsarSinkOptions, scope: Scope) -> None:
         self._options, self._scope = options, scope
         self._coordinators = Coordinators(cluster(options))
+        self._before_newest = START
+        """Before the markers of the newest decision applied here: a start applies that of the logged batch again."""
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         return self.commit_all([(work, prepared)])[0]
 
     def commit_all(self, shards: Shards) -> Sequence[Outcome[None]]:
         """See `delivered.contract.sink.Committer`."""
-        outcomes = self._coordinators.end_all([Transaction.of(p).id for _, p in shards], commit=True, deadline=soon())
+        handles = [Transaction.of(p) for _, p in shards]
+        self._before_newest = self._find_before(handles)
+        outcomes = self._coordinators.end_all([h.id for h in handles], commit=True, deadline=soon())
         return [
             Ok(None) if isinstance(outcome, Failed) and self._is_visible(Transaction.of(p), work) else outcome
             for (work, p), outcome in zip(shards, outcomes, strict=True)
@@ -358,6 +362,25 @@ class PulsarCommitter(Committer):
         finally:
             topic.close()
         return False
+
+    def visible_shards(self, batch: int) -> Sequence[int]:
+        """By markers that a reader sees. See `delivered.contract.sink.Committer`."""
+        topic = Topic(self._options, markers_topic(self._options, self._scope))
+        try:
+            bounds = topic.bounds()
+            if bounds is None:
+                return ()
+            start = max(bounds.cursors.get(SUBSCRIPTION, START), self._before_newest, key=lambda at: at.order[:2])
+            markers = [m for _, data in topic.messages(start, until=topic.send(b"")) if (m := Marker.from_json(data))]
+        finally:
+            topic.close()
+        return sorted(
+            {
+                m.shard
+                for m in markers
+                if m.incarnation == self._scope.incarnation and m.batch >= batch and m.fingerprint
+            }
+        )
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         if not prepared.handle:
@@ -440,10 +463,13 @@ class PulsarCommitter(Committer):
 
     def _forget_markers(self, kept: Sequence[Transaction]) -> None:
         """Those before the newest decision's: only they are ever asked for."""
+        if (until := self._find_before(kept)) != START:
+            self._forget(Topic(self._options, markers_topic(self._options, self._scope)), until)
+
+    def _find_before(self, kept: Sequence[Transaction]) -> Position:
         name = markers_topic(self._options, self._scope)
-        if here := [(k.ledger, k.entry) for k in kept if k.markers == name]:
-            ledger, entry = min(here)
-            self._forget(Topic(self._options, name), Position(ledger, entry - 1))
+        ledger, entry = min(((k.ledger, k.entry) for k in kept if k.markers == name), default=(-1, 0))
+        return START if ledger < 0 else Position(ledger, entry - 1)
 
     def _forget(self, topic: Topic, until: Position) -> None:
         """Move the subscription, so that Pulsar may delete what lies before."""

@@ -460,6 +460,16 @@ class EndJournal:
             ).fetchone()
         return row is not None
 
+    def decided_shards(self, batch: int) -> list[int]:
+        """Shards of this batch or a later one whose half messages a process began to commit."""
+        with self._writing() as connection:
+            rows = connection.execute(
+                "SELECT DISTINCT shard FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? "
+                "AND incarnation = ? AND batch >= ? ORDER BY shard",
+                (*self._key(self._scope), batch),
+            ).fetchall()
+        return [shard for (shard,) in rows]
+
     def tops(self) -> dict[str, int]:
         """By broker, the last offset in its half queue of this sink's ended half messages."""
         with self._writing() as connection:
@@ -552,6 +562,11 @@ class RocketmqCommitter(Committer):
     def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - only owners write the journal
         """Whether the journal records that all its messages were confirmed or found in the topic."""
         return self._journal.is_visible(work)
+
+    def visible_shards(self, batch: int) -> Sequence[int]:
+        """By the journal, which is behind as well if it is in the ledger's file, and an older copy of it was restored.
+        See `delivered.contract.sink.Committer`."""
+        return self._journal.decided_shards(batch)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         """Roll back, which ends the broker's transaction checks. Also runs in tasks, without a ledger."""
