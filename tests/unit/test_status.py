@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -22,7 +24,8 @@ from tests.support.decided import checkpoint, decide, pipeline
 from typer.testing import CliRunner
 
 import delivered
-from delivered.checkpoint import history
+from delivered.checkpoint import history, unusable
+from delivered.cli import command
 from delivered.cli.main import app
 from delivered.connectors.log.produce import append
 from delivered.contract.source import DedupWindow
@@ -251,6 +254,25 @@ def test_metrics_are_served_anew_at_each_scrape(tmp_path: Path) -> None:
         assert 'delivered_batch{pipeline="orders"} 0.0' in scrape()
         decide(made, 3, _place(Owner("owner"), psutil.Process()))
         assert 'delivered_batch{pipeline="orders"} 2.0' in scrape()
+
+
+def test_a_result_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    command.write_file(out, "first")
+    (tmp_path / "link").symlink_to(out)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"page\.html"):
+            command.write_file(out, "x" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert out.read_text() == "first"
+    command.write_file(tmp_path / "link", "second")
+    command.write_file(Path("/dev/null"), "third")
+    assert (out.read_text(), Path("/dev/null").is_file()) == ("second", False)
+    assert {p.name for p in tmp_path.iterdir()} == {"link", "page.html"}
+    assert "free disk space" in str(unusable("c", OSError(errno.ENOSPC, "No space left on device")))
 
 
 def test_the_report_is_one_file_that_needs_no_other_host(tmp_path: Path) -> None:

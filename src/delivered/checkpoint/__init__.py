@@ -20,6 +20,7 @@ history.py  what batches took and audits found; starts, ends and errors of drive
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -574,6 +575,8 @@ def _unreadable(location: str, error: Exception) -> Unreachable:
 
 
 def unusable(location: str, error: OSError) -> Unreachable:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Unreachable("CHECKPOINT_UNREADABLE.FULL", location=location, error=error)
     return _find_outage(location, error) or Unreachable("CHECKPOINT_UNREADABLE.USE", location=location, error=error)
 
 

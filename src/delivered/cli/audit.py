@@ -5,7 +5,6 @@ check of such a file.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from collections.abc import Mapping
@@ -37,6 +36,7 @@ from delivered.cli.command import (
     spoken,
     stop_on_signal,
     working,
+    write_file,
 )
 from delivered.cli.run import LogFormatOption
 from delivered.machine import without_pandas
@@ -317,13 +317,9 @@ def write(
     if out is None:
         sys.stdout.write(evidence.text)
         return
-    # Under its name only once it is complete.
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(evidence.text, encoding="utf-8")
-        partial.replace(out)
+        write_file(out, evidence.text)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UsageError("EVIDENCE_WRITE", file=out, error=error.strerror) from None
     for chain in evidence.chains:
         note(f"{out}: {chain.sink}, seals {chain.first} to {chain.last}")

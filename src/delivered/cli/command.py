@@ -104,6 +104,26 @@ def answer(output: Output, data: Any, shown: str | RenderableType) -> None:
         console().print(shown)
 
 
+def write_file(out: Path, text: str) -> None:
+    """Write a command's result: under its name only once it is complete.
+
+    Raises:
+        OSError: it could not be written; what was there before still is.
+    """
+    if out.exists() and not out.is_file():  # /dev/stdout
+        out.write_text(text, encoding="utf-8")
+        return
+    target = out.resolve()
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(out)) from None
+
+
 def plain_table(*columns: str) -> Table:
     """A table without lines, for results."""
     return Table(*columns, box=None, pad_edge=False)

@@ -32,6 +32,7 @@ from delivered.cli.command import (
     spoken,
     stamp,
     stop_on_signal,
+    write_file,
 )
 from delivered.model.errors import UsageError
 from delivered.model.limits import NOTIFY_EVERY_S
@@ -197,7 +198,7 @@ def report(
     from delivered.operate.page import page
 
     more = _verified(verified, part=True) if verified is not None else ""
-    out.write_text(page(look_with_flow(named_files(paths)), more=more), encoding="utf-8")
+    write_file(out, page(look_with_flow(named_files(paths)), more=more))
     say(str(out))
 
 
