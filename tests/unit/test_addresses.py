@@ -257,6 +257,22 @@ def test_words_of_libpq_are_checked_where_options_are_parsed(query: str) -> None
         assert not any("not required" in sentence for sentence in found.in_clear)
 
 
+@pytest.mark.parametrize("rest", ["db#2", "db#", "db?connect_timeout=9#x", "db#?sslmode=verify-full"])
+@pytest.mark.parametrize("system", ["postgres", "mysql"])
+def test_a_url_that_clients_read_differently_is_refused(system: str, rest: str) -> None:
+    url = f"{system}://h.example/{rest.replace('connect_timeout=9', 'ssl_ca=x') if system == 'mysql' else rest}"
+    sink, outbox = connectors()[system].sinks, connectors()["outbox"].sources
+    assert sink is not None and outbox is not None
+    for ask in (
+        lambda: sink.options.parse({"url": url, "dbtable": "t"}),
+        lambda: outbox.options.parse({"url": url, "dbtable": "outbox"}),
+        lambda: Log(url),
+    ):
+        with pytest.raises(UsageError) as caught:
+            ask()
+        assert "%23" in str(caught.value.next_step), caught.value
+
+
 @pytest.mark.parametrize("query", ["ssl_verify_cert=true&ssl_verify_cert=false", "SSL_CA=/x", "ssl_mode=REQUIRED"])
 def test_parameters_of_mysql_are_known_and_given_once(query: str) -> None:
     sink = connectors()["mysql"].sinks

@@ -781,12 +781,18 @@ SSL_WORDS: Mapping[str, Callable[[str], str]] = {
 """Parameters that libpq reads as an sslmode, which replaces an earlier one."""
 
 
-def check_postgres_words(query: str) -> None:
-    """Whether libpq knows a URL's parameters and their words, which it reads only once it connects.
+def check_database_url(url: str) -> None:
+    """Whether libpq knows a URL's parameters and their words, which it reads only once it connects; and whether a URL
+    of any database has a `#`, which libpq reads as a part of the name or value, and other clients as the URL's end.
 
     Raises:
-        Unfit: a word is unknown, a parameter is misspelt, given twice, or replaces sslmode.
+        Unfit: it has a `#`; or a word is unknown, a parameter is misspelt, given twice, or replaces sslmode.
     """
+    if "#" in url:
+        raise Unfit.build("OPTION_VALUE.URL_FRAGMENT")
+    if not url.startswith("postgres"):
+        return
+    query = urlsplit(url).query
     given = parse_qs(query, keep_blank_values=True)
     for name, words in _LIBPQ.items():
         values = given.get(name, [words[0]])

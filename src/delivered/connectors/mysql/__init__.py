@@ -39,7 +39,7 @@ _HINT = 'write .option("dbtable", "shop.orders"); quote other names with backtic
 
 
 def _usable(parts: SplitResult) -> bool:
-    if "/" in parts.path[1:] or parts.fragment:
+    if "/" in parts.path[1:]:
         return False
     if parts.password is None and "password" not in parse_qs(parts.query):
         parse_tls(parts.query)

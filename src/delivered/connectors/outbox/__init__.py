@@ -18,7 +18,7 @@ from delivered.model.options import (
     Options,
     OptionType,
     Unfit,
-    check_postgres_words,
+    check_database_url,
     choice,
     integer,
     names_database,
@@ -48,7 +48,6 @@ def _url(text: str) -> str:
     try:
         parts = urlsplit(url)
         usable = parts.scheme in DIALECTS and bool(parts.path.strip("/")) and names_database(parts)
-        usable = usable and not (parts.fragment and DIALECTS[parts.scheme] == "mysql")
     except ValueError:
         usable = False
     if not usable:
@@ -58,8 +57,8 @@ def _url(text: str) -> str:
         raise password_in_url("env:DATABASE_PASSWORD")
     if DIALECTS[parts.scheme] == "mysql":
         parse_tls(parts.query)
-    if DIALECTS[parts.scheme] == "postgres":
-        check_postgres_words(parts.query)
+    if DIALECTS[parts.scheme] != "sqlite":
+        check_database_url(url)
     return url
 
 

@@ -26,7 +26,7 @@ from delivered.model.options import (
     Options,
     OptionType,
     Unfit,
-    check_postgres_words,
+    check_database_url,
     choice,
     integer,
     names_database,
@@ -180,8 +180,7 @@ def database_url(
             raise Unfit.build("OPTION_VALUE.FORM", form=form)
         if parts.password is not None or not parse_qs(parts.query).keys().isdisjoint(secret):
             raise password_in_url("env:DATABASE_PASSWORD")
-        if parts.scheme.startswith("postgres"):
-            check_postgres_words(parts.query)
+        check_database_url(url)
         return url
 
     return OptionType(read)

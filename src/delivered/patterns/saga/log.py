@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from delivered.kits.mysql import address, tls_of_url
 from delivered.model.errors import BadRecord, Fenced, Refused, Unreachable, UsageError, extra, holds_password
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SAGA_DATA_BYTES_MAX, SAGA_ID_BYTES_MAX
-from delivered.model.options import Unfit, check_argument, check_postgres_words, password_in_url, resolve_secret
+from delivered.model.options import Unfit, check_argument, check_database_url, password_in_url, resolve_secret
 from delivered.patterns.caller import (
     NOW_MS,
     Caller,
@@ -178,9 +178,9 @@ class Log:
         check_argument("Log", "password", self.password, (str, NoneType), "text", '..., password="env:NAME"')
         if isinstance(self.where, str) and holds_password(self.where):
             raise password_in_url("saga log", "log", "remove it and pass password='env:NAME' (--password env:NAME)")
-        if isinstance(self.where, str) and self.where.startswith(("postgresql://", "postgres://")):
+        if isinstance(self.where, str) and self.where.startswith(("postgres:", "postgresql:", "mysql:", "mariadb:")):
             try:
-                check_postgres_words(urlsplit(self.where).query)
+                check_database_url(self.where)
             except Unfit as why:
                 raise UsageError("SAGA_LOG.URL", reason=why.reason, action=why.next_step) from None
 
