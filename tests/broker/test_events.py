@@ -111,6 +111,23 @@ def test_snapshots_every_n_events_and_of_this_fold_only(db: Bank) -> None:
         connection.rollback()
 
 
+def test_a_snapshot_without_its_event_is_no_state(db: Bank) -> None:
+    """Events were deleted, the snapshot was not: every append on its version would be in conflict."""
+    with contextlib.closing(db.connect()) as connection:
+        ACCOUNT.append(connection, db.account, deposits(1, 2, 3, 4), expected=0)
+        connection.commit()
+        assert ACCOUNT.load(connection, db.account).version == 4
+        connection.rollback()
+        for deleted in ("version >= 3", "version > 0"):
+            db.execute(f"DELETE FROM delivered_event WHERE aggregate_id = '{db.account}' AND {deleted}")
+            with pytest.raises(InvariantBroken, match=r"EVENTS_SNAPSHOT.*version 4"):
+                ACCOUNT.load(connection, db.account)
+            connection.rollback()
+        db.execute(f"DELETE FROM {SNAPSHOTS} WHERE aggregate_id = '{db.account}'")
+        assert ACCOUNT.load(connection, db.account).version == 0
+        connection.rollback()
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_gaps_missing_and_newer_tables_and_autocommit_are_refused(
     dialect: str, request: pytest.FixtureRequest, tmp_path: Path

@@ -10,6 +10,7 @@ import sqlite3
 import sys
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,9 @@ import sqlalchemy.orm
 from psycopg.types.json import set_json_loads
 from tests.broker.outbox_help import Database, database
 
-from delivered.model.errors import InvariantBroken, Refused
+from delivered.model.errors import InvariantBroken, Refused, UsageError
 from delivered.patterns import outbox
+from delivered.patterns.caller import NOW_MS, Caller
 from delivered.patterns.inbox import Delivery, clean, consume, ddl, inbox
 from delivered_lab.verify import applications
 
@@ -194,6 +196,48 @@ def test_a_transaction_that_a_deadlock_ended_is_not_taken_for_open(
             pass
         other.rollback()
     assert db.execute(f"SELECT COUNT(*) FROM {db.inbox}") == [(0,)]
+
+
+def test_the_clock_runs_on_in_the_hour_that_comes_twice(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """By local time, leases of sagas would end an hour early in autumn."""
+    db = database(Boxes, request, "mysql", tmp_path)
+    host, _, port = db.url.rpartition(":")
+    back = 1_792_890_000  # at 3:00, to 2:00
+    with contextlib.closing(pymysql.connect(host=host, port=int(port), user="root", database="dev")) as connection:
+        for statement in (
+            "INSERT INTO mysql.time_zone (Use_leap_seconds) VALUES ('N')",
+            f"INSERT INTO mysql.time_zone_name VALUES ('Zone/{db.inbox}', LAST_INSERT_ID())",
+            "INSERT INTO mysql.time_zone_transition_type VALUES "
+            "(LAST_INSERT_ID(), 0, 3600, 0, 'CET'), (LAST_INSERT_ID(), 1, 7200, 1, 'CEST')",
+            f"INSERT INTO mysql.time_zone_transition VALUES (LAST_INSERT_ID(), {back - 18_144_000}, 1), "
+            f"(LAST_INSERT_ID(), {back}, 0)",
+            f"SET time_zone = 'Zone/{db.inbox}'",
+        ):
+            applications.execute(connection, statement)
+        for at in (back - 1, back, back + 1800, back + 3600):
+            applications.execute(connection, f"SET timestamp = {at}")
+            assert Caller(connection, what="test").execute(f"SELECT {NOW_MS['mysql']}").rows == [(at * 1000,)]
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_connection_consumes_one_message_at_once(threads: bool, tmp_path: Path) -> None:
+    """The commit of the second would commit the id of the first, before its effect."""
+    connection = sqlite3.connect(tmp_path / "a.db", check_same_thread=False)
+    connection.execute(ddl("sqlite"))
+    ended: list[str] = []
+
+    def second() -> None:
+        with consume(connection, Delivery("2", ended.append, lambda: ended.append("back")), consumer="a"):
+            pass
+
+    with (
+        contextlib.closing(connection),
+        consume(connection, Delivery("1", lambda: ended.append("1"), list), consumer="a") as first,
+    ):
+        assert first
+        with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match=r"INBOX_IN_USE.*'2'"):
+            pool.submit(second).result() if threads else second()
+    assert ended == ["back", "1"]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="sqlite3 has no autocommit=True")

@@ -20,7 +20,8 @@ _DUPLICATE_MYSQL, _NO_TABLE_MYSQL, _NO_SAVEPOINT_MYSQL = 1062, 1146, 1305
 _IN_TRANSACTION_MYSQL = 1  # SERVER_STATUS_IN_TRANS
 NOW_MS = {
     "postgres": "CAST(extract(epoch FROM clock_timestamp()) * 1000 AS BIGINT)",
-    "mysql": "CAST(UNIX_TIMESTAMP(NOW(3)) * 1000 AS SIGNED)",
+    # Not of NOW(): where clocks are set back in autumn, one hour of local time would come twice.
+    "mysql": "CAST(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(3)) DIV 1000 AS SIGNED)",
     "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)",
 }
 """Unix time in ms by the database's clock, which all its clients share."""

@@ -214,11 +214,15 @@ class Aggregate:
         ).rows
         what = f"{self.name} {key!r}"
         version, state = 0, copy.deepcopy(self.initial)
+        events = _events(caller, at, 0, what, latest)
         if kept:
             version = int(kept[0][0])
             with _stored(f"the snapshot of {what} at version {version}"):
                 state = json.loads(kept[0][1])
-        for number, event in _events(caller, at, version, what, latest):
+            events = _events(caller, at, version - 1, what, latest)
+            if next(events, (0, None))[0] != version:  # an append expects the event, and would be in conflict for ever
+                raise InvariantBroken("EVENTS_SNAPSHOT", name=self.name, key=key, version=version)
+        for number, event in events:
             if number != version + 1:
                 raise InvariantBroken("EVENTS_GAP", name=self.name, key=key, version=version, number=number)
             version, state = number, self.apply(state, event)

@@ -113,6 +113,10 @@ class Delivery:
     give_back: Callable[[], object]
 
 
+_consuming: dict[int, object] = {}
+"""Connections, by id, with an open block of `consume`; of threads, too."""
+
+
 @contextlib.contextmanager
 def consume(connection: Any, delivery: Delivery, *, consumer: str, table: str = TABLE) -> Iterator[bool]:
     """Whether the message is new to this consumer. At the end of the block: commit, then acknowledge.
@@ -123,6 +127,9 @@ def consume(connection: Any, delivery: Delivery, *, consumer: str, table: str = 
     Args, Raises: as `inbox`.
     """
     check_argument("consume", "delivery", delivery, Delivery, "a delivery", "connection, from_kafka(...), ...")
+    if _consuming.setdefault(id(connection), mine := object()) is not mine:
+        delivery.give_back()
+        raise UsageError("INBOX_IN_USE", id=delivery.id)
     try:
         with inbox(connection, delivery.id, consumer=consumer, table=table) as first:
             yield first
@@ -132,6 +139,8 @@ def consume(connection: Any, delivery: Delivery, *, consumer: str, table: str = 
             _end(connection, "rollback")
         delivery.give_back()
         raise
+    finally:
+        del _consuming[id(connection)]
     delivery.acknowledge()
 
 
