@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import time
@@ -218,6 +219,37 @@ def test_a_message_without_an_id_or_too_large_stops_or_is_quarantined(activemq: 
     assert activemq.left(queue) == 0
     assert entered(tmp_path / "log") == Counter([b"1"])
     assert entered(tmp_path / "log.bad") == Counter([b"2", b"333333"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "headers"),
+    [
+        (5, b"\1\0\0\0\2" + b"\0\0\0\2a\0\6\0\0\0\1" + b"\0\0\0\2b\0\6\0\0\0\2", {}),
+        (5, b"\1\0\0\0\1" + b"\0\0\0\2a\0\6\0\0\0\1", {"JMS_AMQP_ORIGINAL_ENCODING": "7"}),
+        (2, b"\0\0\0\2ab", {"JMS_AMQP_ORIGINAL_ENCODING": "2",
+                           "JMS_AMQP_ContentType": "application/x-java-serialized-object"}),
+        (2, b"\0\0\0\2ab", {}),
+    ],
+    ids=["map", "map over AMQP", "object over AMQP", "object"],
+)  # fmt: skip
+def test_a_message_whose_content_stomp_loses_is_not_acknowledged(
+    activemq: Activemq, kind: int, body: bytes, headers: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As JMS clients send it. An object's is empty, as a text may be: that is only a warning."""
+    queue = activemq.queue()
+    sent = {"id": "m", **headers}, kind, base64.b64encode(body).decode(), True, "delivered", "delivered"
+    activemq.ask(f"address.{queue}", "sendMessage", *sent)
+    receiver = ActivemqReceiver(parse({"url": activemq.url, "queue": queue, "log": "/x"}))
+    try:
+        if headers or kind == 5:
+            with pytest.raises(BadRecord, match=rf"MESSAGE_NOT_BYTES.*Message \d+ in {queue} .*nothing was lost"):
+                receiver.receive(10, 60)
+        else:
+            assert receiver.receive(10, 60).values == [b""]
+            assert "is empty" in caplog.text
+    finally:
+        receiver.close()
+    assert activemq.kept(queue) == 1
 
 
 def test_without_a_header_for_ids_all_enter(activemq: Activemq, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -142,6 +143,7 @@ def _judge(
 
 # Receives messages: one connection, one subscription, individual acknowledgements, a bounded window.
 
+_LOG = logging.getLogger(__name__)
 _SUBSCRIPTION = "delivered"
 _FRAME = frozenset(
     {
@@ -151,6 +153,17 @@ _FRAME = frozenset(
 )
 """Headers of the frame and the broker, which are not part of the message."""
 
+
+# Over STOMP, Artemis reads the body of every message that is not of bytes as a text. Of a map, an object or a stream
+# that gives no text, or a wrong one, and nothing says so but what a message of AMQP was before.
+_BEFORE = "JMS_AMQP_ORIGINAL_ENCODING"
+_READABLE = frozenset({"1", "2", "4", "5", "6"})
+"""No body, bytes, no value, a text, a value of bytes. Others are sequences, maps, lists and values of other types."""
+_OBJECT = "application/x-java-serialized-object"
+_EMPTY = (
+    "a message in %s is empty. If its sender did not send an empty one, it is a map, object or stream message of JMS, "
+    "whose content ActiveMQ does not deliver over STOMP: senders use bytes or text"
+)
 
 _DIGITS_MAX = 19
 """Of a time: a Java long."""
@@ -162,6 +175,7 @@ class ActivemqReceiver(Receiver):
     def __init__(self, options: ActivemqOptions) -> None:
         self._options = options
         self._number = 0
+        self._seen_empty = False
         self._session = self._open()
         # Of two headers of one name the client keeps the first. Artemis writes its own ack, which is the message's id,
         # after a sender's header of that name.
@@ -229,6 +243,8 @@ class ActivemqReceiver(Receiver):
         number, options = self._number, self._options
         headers = [frame.headers for frame in messages]
         id_header, key_header = options.id_header, options.key_header
+        for frame in messages:
+            self._check(frame.headers, frame.body)
         return MessageBatch(
             ids=[None if id_header is None else intact(h.get(id_header)) for h in headers],
             keys=[None if key_header is None or (k := h.get(key_header)) is None else k.encode() for h in headers],
@@ -237,6 +253,22 @@ class ActivemqReceiver(Receiver):
             times_us=[_time_us(h.get("timestamp")) for h in headers],
             handles=[(number, h[self._handle]) for h in headers],
         )
+
+    def _check(self, headers: dict[str, str], body: bytes) -> None:
+        """Raise BadRecord if the body is known not to be what was sent."""
+        if (before := headers.get(_BEFORE)) is not None:
+            lost = before not in _READABLE or headers.get("JMS_AMQP_ContentType") == _OBJECT
+        else:
+            # A map of two entries or more begins so. So may bytes, whose length the broker puts before other headers.
+            lost = body[:1] == b"\0" and next(reversed(headers)) == "content-length"
+            if not body and "content-length" not in headers and not self._seen_empty:
+                self._seen_empty = True
+                _LOG.warning(_EMPTY, self._options.queue)
+        if lost:
+            number = headers.get("message-id", "").rpartition(",")[2]
+            raise BadRecord(
+                "MESSAGE_NOT_BYTES", message_number=number, queue=self._options.queue, place=self._options.place
+            )
 
 
 def _time_us(text: str | None) -> int | None:
@@ -278,7 +310,8 @@ class ActivemqQueue(Queue):
             f"senders wait until the broker has written a message (persistent, receipt or synchronous send){again}",
             f"the queue {self.options.queue} drops no messages: no expiry, ring size or delivery limit without a "
             "dead-letter address",
-            "messages are bytes, or text without NUL, where STOMP truncates text",
+            "messages are bytes, or text without NUL, where STOMP truncates text; not JMS's map, object or stream "
+            "messages, whose content STOMP loses",
         )
 
     def preflight(self) -> Sequence[Finding]:
