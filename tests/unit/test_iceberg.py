@@ -13,7 +13,9 @@ import pyarrow as pa
 import pytest
 from pyiceberg.catalog.sql import SqlCatalogBaseTable
 from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.schema import Schema
+from pyiceberg.typedef import Record
 from pyiceberg.types import LongType, NestedField, StringType
 from tests.support.iceberg import NAME, before_commit, others, seen, sink_at, staged_in, strays, theirs
 from tests.support.scans import scanned_table
@@ -133,6 +135,25 @@ def test_a_table_that_asks_for_more_is_refused(tmp_path: Path, properties: dict[
     with pytest.raises(Refused, match="DELIVERED_TABLE_FEATURES"):
         sink_at(tmp_path).ready_target(ROWS.schema)
     assert [f.code for f in sink_at(tmp_path).preflight(EXACT) if f.refuses] == ["TABLE_FEATURES"]
+
+
+def test_equality_deletes_of_another_writer_stop_what_must_read_them(tmp_path: Path) -> None:
+    catalog = others(tmp_path)
+    catalog.create_namespace("shop")
+    table = catalog.create_table(NAME, ROWS.schema)
+    table.append(ROWS)
+    path = f"{table.location()}/data/deletes.parquet"
+    deletes = DataFile.from_args(
+        content=DataFileContent.EQUALITY_DELETES, file_path=path, file_format=FileFormat.PARQUET, partition=Record(),
+        record_count=1, file_size_in_bytes=10, equality_ids=[1], spec_id=0,
+    )  # fmt: skip
+    with table.transaction() as transaction, transaction.update_snapshot().fast_append() as commit:
+        commit.append_data_file(deletes)
+    assert [f.code for f in sink_at(tmp_path).preflight(EXACT) if f.refuses] == []
+    with pytest.raises(Refused, match=r"TABLE_FEATURES.*equality deletes.*rewrite_data_files"):
+        sink_at(tmp_path).scan().slices()
+    upserts = sink_at(tmp_path, mode="upsert", keyColumns="id")
+    assert [f.code for f in upserts.preflight(EXACT) if f.refuses] == ["TABLE_FEATURES"]
 
 
 def test_what_is_named_wrong_is_refused_before_the_start(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from delivered.kits.options import not_a_file, not_a_folder
 from delivered.kits.table import target
 from delivered.kits.table.store import Store, make_folder, sync
 from delivered.model.answers import UnexpectedAnswer
-from delivered.model.errors import DeliveredError, extra
+from delivered.model.errors import DeliveredError, Refused, extra
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.patience import is_away, left_s, query_patience_s, wait_out
 from delivered.model.rows import of_values
@@ -223,6 +223,8 @@ def explained(options: IcebergOptions) -> Iterator[None]:
     except DeliveredError:
         raise
     except client_errors() as error:
+        if "equality deletes" in str(error):
+            raise Refused("TABLE_FEATURES.EQUALITY_DELETES", where=options.where) from error
         check = "the catalog.* options, the permissions, and whether the catalog is running"
         raise _misplaced(options) or target.unreachable(options, error, check) from error
 

@@ -37,7 +37,7 @@ from delivered.connectors.iceberg.client import (
     store,
 )
 from delivered.kits.table import target
-from delivered.model.errors import UsageError
+from delivered.model.errors import Refused, UsageError
 from delivered.model.rows import RANGES, because, first_of, unstorable
 
 FIELD_ID = b"PARQUET:field_id"
@@ -264,6 +264,10 @@ def check_features(options: IcebergOptions, table: Any) -> None:
     dropped = (f.name for f in table.spec().fields if table.schema().find_column_name(f.source_id) is None)
     unsupported += [f"the partition field {name}, whose column was dropped" for name in dropped]
     target.check_supported(options, unsupported)
+    snapshot, write = table.current_snapshot(), options.write
+    reads = write.upserts or write.replaces or write.complete
+    if reads and snapshot is not None and int(snapshot.summary["total-equality-deletes"] or 0):
+        raise Refused("TABLE_FEATURES.EQUALITY_DELETES", where=options.where)
 
 
 def compare(options: IcebergOptions, table: Any, schema: pa.Schema, *, adds: bool = False) -> list[pa.Field]:
