@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import decimal
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,22 @@ def test_files_that_others_compacted_meanwhile_are_not_replaced_twice(tmp_path: 
     in_commit(lambda: DeltaTable(str(tmp_path / "t")).optimize.compact())
     assert mine.decide(decision(2, prepared)) == Ok(None)
     assert found(tmp_path) == [(1, 2, "b"), (2, 1, "a")]
+
+
+@pytest.mark.parametrize("root", ["", "file://", "s3://"])
+def test_a_shallow_clone_is_refused_where_its_files_are_read(tmp_path: Path, root: str) -> None:
+    """Its log names files of another table by their absolute paths."""
+    rows = pa.table({"id": [1, 2], "v": [1, 1]})
+    write_deltalake(str(tmp_path / "original"), rows)
+    name = f"_delta_log/{0:020}.json"
+    log = [json.loads(line) for line in (tmp_path / "original" / name).read_text().splitlines()]
+    for entry in log:
+        if "add" in entry:
+            entry["add"]["path"] = f"{root}{tmp_path / 'original'}/{entry['add']['path']}"
+    (tmp_path / "t" / "_delta_log").mkdir(parents=True)
+    (tmp_path / "t" / name).write_text("".join(json.dumps(entry) + "\n" for entry in log))
+    sink = sink_at(tmp_path, **UPSERT)
+    with pytest.raises(Refused, match=r"TABLE_FEATURES.*original/part-.*shallow clone"):
+        [list(sink.scan().read(piece)) for piece in sink.scan().slices()]
+    outcome = claimed(sink, rows).decide(decision(0, staged(sink, rows)))
+    assert isinstance(outcome, Failed) and "TABLE_FEATURES" in outcome.reason

@@ -37,6 +37,7 @@ from delivered.connectors.delta.target import (
     Part,
     active_files,
     filled,
+    open_file,
     part_folder,
     required,
     same_columns,
@@ -374,7 +375,7 @@ class DeltaScan(BoundedScan):
         with explained(self.options):
             store = Store(self.options)
             for file in piece.data["files"]:
-                with store.fs.open_input_file(file["path"]) as source:
+                with open_file(store, file["path"]) as source:
                     for batch in pq.ParquetFile(source, pre_buffer=False).iter_batches(BATCH_ROWS, use_threads=False):
                         yield filled(batch, schema, file["partition"])
 

@@ -31,7 +31,16 @@ from delivered.connectors.delta.client import (
     tidy,
 )
 from delivered.connectors.delta.sink import DeltaFiles
-from delivered.connectors.delta.target import TYPES, active_files, filled, required, same_columns, table_schema, text
+from delivered.connectors.delta.target import (
+    TYPES,
+    active_files,
+    filled,
+    open_file,
+    required,
+    same_columns,
+    table_schema,
+    text,
+)
 from delivered.kits.sql.table import stored_columns as kept
 from delivered.kits.table import shard
 from delivered.kits.table.changes import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
@@ -386,7 +395,7 @@ class _File:
 
     def rows(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
         partition = self.data["partition"]
-        with self.store.fs.open_input_file(self.data["path"]) as source:
+        with open_file(self.store, self.data["path"]) as source:
             reader = pq.ParquetFile(source, pre_buffer=False)
             there = [n for n in columns.names if n not in partition and n in reader.schema_arrow.names]
             if not there:  # all are in the log; a batch without columns would have no rows

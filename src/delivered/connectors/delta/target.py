@@ -307,6 +307,16 @@ def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
     ]
 
 
+_ABSOLUTE = re.compile(r"/|[A-Za-z][A-Za-z0-9+.-]*:/")
+
+
+def open_file(store: Store, path: str) -> Any:
+    """A file of the table. Raises Refused: it is another table's, as in a shallow clone."""
+    if _ABSOLUTE.match(path):
+        raise Refused("TABLE_FEATURES.SHALLOW_CLONE", file=path)
+    return store.fs.open_input_file(path)
+
+
 def filled(batch: pa.RecordBatch, schema: pa.Schema, partition: Mapping[str, Any]) -> pa.RecordBatch:
     """A file's rows with the table's columns; columns that the file lacks are null."""
     arrays = []
