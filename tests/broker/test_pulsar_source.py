@@ -16,6 +16,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from tests.broker.replayed_help import values_over_a_kill
 from tests.support.pulsar import CHUNK, FULL, batches, read, read_all, rows, source, values
 from tests.support.servers import Pulsar
@@ -23,6 +25,7 @@ from tests.support.sweeps import sweep
 
 from delivered.connectors.pulsar import SourceOptions, from_json
 from delivered.connectors.pulsar.client import Admin
+from delivered.connectors.pulsar.client import pulsar as client_library
 from delivered.model.errors import InvariantBroken, Unreachable, UsageError
 
 parse = SourceOptions.parse
@@ -87,6 +90,24 @@ def test_the_same_range_gives_the_same_rows_and_the_limit_cuts_it(pulsar: Pulsar
     assert sorted(values(pa.concat_tables(pieces))) == sorted(rows(total))
     end = cuts[-1][1]
     assert src.driver().slices(end, end) == []  # P17
+
+
+@pytest.mark.parametrize("behind", [[], [b"clear"]], ids=["last", "in the middle"])
+def test_an_encrypted_message_is_named(pulsar: Pulsar, tmp_path: Path, behind: list[bytes]) -> None:
+    """The client drops it, and says so in its log alone."""
+    private = rsa.generate_private_key(65537, 2048)
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    keys = tmp_path / "public.pem", tmp_path / "private.pem"
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    keys[0].write_bytes(private.public_key().public_bytes(pem, form))
+    keys[1].write_bytes(private.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    reader = client_library().CryptoKeyReader(*map(str, keys))
+    topic = pulsar.topic()
+    pulsar.send(topic, [b"clear"])
+    pulsar.send(topic, [b"secret"], encryption_key="mine", crypto_key_reader=reader)
+    pulsar.send(topic, behind)
+    with pytest.raises(UsageError, match=rf"MESSAGE_ENCRYPTED.*entry \d+:1 of {topic} "):
+        read_all(source(pulsar, topic))
 
 
 def test_a_stream_starts_where_it_is_told(pulsar: Pulsar) -> None:

@@ -179,6 +179,7 @@ class Entry:
         chunked: identifies the message.
         hidden: readers do not receive it: a marker of the broker, or of an aborted transaction.
         published_ms: since 1970, by the producer's clock; None: unknown.
+        encrypted: by its producer. Readers without its key do not receive it.
     """
 
     messages: int
@@ -187,6 +188,7 @@ class Entry:
     chunked: str
     hidden: bool
     published_ms: int | None = None
+    encrypted: bool = False
 
 
 @dataclass(frozen=True)
@@ -397,6 +399,7 @@ class Admin:
             chunked=headers.get("X-Pulsar-uuid", ""),
             hidden="X-Pulsar-marker-type" in headers or self._was_aborted(physical, headers),
             published_ms=_time(headers.get("X-Pulsar-publish-time", "")),
+            encrypted=headers.get("X-Pulsar-Is-Encrypted", "").lower() == "true",
         )
 
     def _was_aborted(self, physical: str, headers: Mapping[str, str]) -> bool:

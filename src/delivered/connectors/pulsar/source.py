@@ -692,6 +692,8 @@ class _Reading:
             held = self._admin.entry(self._topic, ledger, entry)
             if held is None:
                 self._lost(f"entry {ledger}:{entry} of {self._name} no longer exists and was not read")
+            elif held.encrypted and not held.hidden:
+                raise UsageError("MESSAGE_ENCRYPTED", ledger=ledger, entry=entry, partition=self._name)
             elif held.chunk is None and not held.hidden:
                 seen = self._seen[2] + 1 if self._seen[:2] == (ledger, entry) else 0
                 if seen >= held.messages:  # the client did not report the batch size
