@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import sys
 from collections import Counter
@@ -192,10 +193,47 @@ def test_write_batch_knows_a_batch_that_runs_again(spark: SparkSession, tmp_path
         write(df.where("k >= 'k2'"), batch_id)
 
     append(str(tmp_path / "in"), pa.table({"key": [b"k1", b"k9"], "value": [b"1", b"2"]}))
-    with pytest.raises(Exception, match="DELIVERED_REPLAY_DIFFERS"):
+    with pytest.raises(Exception, match=r"DELIVERED_REPLAY_DIFFERS.*called write_batch twice.*a\.unionByName\(b\)"):
         own(sums, tmp_path, twice)
     with pytest.raises(delivered.UsageError, match="CHECKPOINT_MISSING"):
         write(spark.range(1).selectExpr("'a' AS k", "id AS total"), 0)
+
+
+def test_a_batch_that_write_batch_was_not_called_for(spark: SparkSession, tmp_path: Path) -> None:
+    """The function is told what it did, and can go on: it has no options, as a stream has."""
+    produce(tmp_path)
+    rows = frame_of(spark, tmp_path)
+
+    def write(df: DataFrame, batch_id: int, **accepted: bool) -> None:
+        sink = delivered.sqlite(str(tmp_path / "out.db"), "rows")
+        delivered.write_batch(df, batch_id, sink=sink, guarantee="exactly_once", pipeline="own", **accepted)
+
+    def next_batch(write: Any) -> None:
+        append(str(tmp_path / "in"), pa.table({"key": [b"k"], "value": [b"1"]}))
+        own(rows, tmp_path, write)
+
+    own(rows, tmp_path, lambda *_: None)
+    for code in ("MISSING", "BEHIND"):
+        for _ in range(2):  # also the first call of a process says so
+            with pytest.raises(Exception, match=rf"DELIVERED_LEDGER_{code}.*did not call write_batch") as error:
+                next_batch(write)
+            assert "missing_ledger=True" in str(error.value) and 'option("missingLedger"' not in str(error.value)
+        next_batch(lambda df, n: write(df, n, missing_ledger=True))
+        next_batch(write)
+        next_batch(lambda *_: None)
+    with sqlite3.connect(tmp_path / "out.db") as connection:
+        assert connection.execute("SELECT count(*) FROM rows").fetchone() == (8,)
+
+    shutil.rmtree(tmp_path / "checkpoint")
+    with pytest.raises(Exception, match=r"DELIVERED_CHECKPOINT_NEW.*write_batch\(\.\.\., new_checkpoint=True\)"):
+        own(rows, tmp_path, write)
+    own(rows, tmp_path, lambda df, n: write(df, n, new_checkpoint=True))
+
+    kept = {"path": str(tmp_path / "in"), "checkpointLocation": str(tmp_path / "checkpoint")}
+    latest = spark.readStream.format("delivered_log").options(**kept, startingOffsets="latest").load()
+    both = latest.union(spark.readStream.format("delivered_log").options(**kept).load())
+    with pytest.raises(delivered.UsageError, match="SOURCE_CHECKPOINT"):
+        own(both, tmp_path, write)
 
 
 def test_the_spark_idiom_says_what_to_write_instead(spark: SparkSession, tmp_path: Path) -> None:

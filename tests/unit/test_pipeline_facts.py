@@ -27,7 +27,7 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken, LedgerBehind, OutcomeUnknown, Refused, UsageError
 from delivered.model.translate import translated
 from delivered.model.work import Owner
-from delivered.pipeline.facts import check_start
+from delivered.pipeline.facts import check_source_checkpoints, check_start
 from delivered.pipeline.spec import Reading
 from delivered.pipeline.start import for_start
 from delivered.planner import Plan, Refusal
@@ -325,6 +325,32 @@ def test_a_checkpoint_with_batches_is_given_no_start(tmp_path: Path) -> None:
     (Path(made.checkpoint) / "offsets" / "0").write_text("v1\n{}\n{}")
     assert sidecar.keep_first(made.checkpoint, made.sources["source"].source().driver().initial) is None
     assert sidecar.read_first(made.checkpoint) is None
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "own", "condition"),
+    [
+        (["/c", "/c"], "/c", "SHARED"),
+        (["/c", "file:///c/"], None, "SHARED"),
+        (["/c"], "/other", "OTHER"),
+        (["/c"], "file:/c", None),
+        (["s3a://b/c"], "s3://b/c/", None),
+        (["/c", None], "/c", None),
+        (["/c"], None, None),
+    ],
+)
+def test_a_source_is_alone_in_the_checkpoint_that_it_was_given(
+    checkpoints: list[str | None], own: str | None, condition: str | None
+) -> None:
+    """Another one would begin at its first offsets."""
+    given = [{"path": str(n), **({"checkpointLocation": c} if c else {})} for n, c in enumerate(checkpoints)]
+    sources = [("delivered_log", options) for options in (*given, given[0])]  # a frame that is read twice
+    if condition is None:
+        check_source_checkpoints(sources, own)
+        return
+    with pytest.raises(delivered.UsageError) as error:
+        check_source_checkpoints([*sources, ("kafka", {"checkpointLocation": "/x"})], own)
+    assert (error.value.code, error.value.condition) == ("DELIVERED_SOURCE_CHECKPOINT", condition)
 
 
 def test_damaged_first_offsets_stop_the_start(tmp_path: Path) -> None:

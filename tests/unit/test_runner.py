@@ -15,7 +15,7 @@ from delivered.engine.context import Context
 from delivered.engine.runner import Runner
 from delivered.engine.shard import write_shard
 from delivered.model.capability import Guarantee
-from delivered.model.errors import InvariantBroken
+from delivered.model.errors import Fenced, InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.rows import OnBadRow, Origin, Rejection, Rows
 from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage
@@ -112,6 +112,16 @@ def test_only_the_batch_after_the_last_plan_goes_on_without_recovery(
     with pytest.raises(InvariantBroken):
         runner.plan(view(1), ROWS, start="a")
     assert runner.is_first(view(1), "a"), "the last plan failed"
+
+
+@pytest.mark.parametrize(("run", "said"), [(True, "same runId"), (False, "nothing, if the later start is running")])
+def test_a_plan_that_another_writer_overtook_says_what_to_do(runner: Runner, run: bool, said: str) -> None:
+    """Nobody runs the rows of df.write again."""
+    plan = runner.plan(view(0), ROWS)
+    messages = [shard(runner, plan, 0)]
+    runner.context.ledger.claim(runner.context.owner)
+    with pytest.raises(Fenced, match=rf"PLAN_OUTDATED.*Next: .*{said}"):
+        runner.commit(0, "o0", messages, run=run)
 
 
 def test_what_a_failed_batch_prepared_is_found_without_messages(runner: Runner) -> None:

@@ -97,7 +97,7 @@ def commit_batch(
     """
     shards = check_messages(context, batch, messages)
     state = context.ledger.resume(context.owner.id, shards[0].plan.epoch if shards else None)
-    _check_claim(state, batch, shards)
+    _check_claim(state, batch, shards, run)
     last = state.last
     if last is not None and last.batch > batch:
         raise InvariantBroken("DECISION_OLD", batch=batch, newest=last.batch)
@@ -205,9 +205,10 @@ def _abort_superseded(context: Context, shards: Sequence[ShardMessage]) -> None:
             _abort(context, collect_participants([m]))
 
 
-def _check_claim(state: LedgerState, batch: int, shards: Sequence[ShardMessage]) -> None:
+def _check_claim(state: LedgerState, batch: int, shards: Sequence[ShardMessage], run: bool) -> None:
     if shards and shards[0].plan.epoch != state.epoch:
-        raise Fenced("PLAN_OUTDATED", batch=batch, epoch=shards[0].plan.epoch, state_epoch=state.epoch)
+        code = "PLAN_OUTDATED.RUN" if run else "PLAN_OUTDATED.START"
+        raise Fenced(code, batch=batch, epoch=shards[0].plan.epoch, state_epoch=state.epoch)
 
 
 def _build_decision(

@@ -49,14 +49,14 @@ from delivered.model.errors import (
     missing_extra,
 )
 from delivered.model.identity import SOURCE, Scope
-from delivered.model.options import resolve_secret
+from delivered.model.options import find_option, resolve_secret
 from delivered.model.patience import asking_once
 from delivered.model.work import CheckpointView, LedgerState, Owner
 from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint, Item, Projection, datasets
 from delivered.pipeline.registry import PREFIX, connectors
-from delivered.pipeline.spec import NO_INCARNATION, PipelineSpec, Reading, SinkSpec
+from delivered.pipeline.spec import CHECKPOINT, NO_INCARNATION, PipelineSpec, Reading, SinkSpec
 from delivered.pipeline.sql import UNKNOWN, Place, SqlFacts, check_sql, is_readable
 from delivered.planner import (
     CheckpointFacts,
@@ -512,6 +512,32 @@ def check_sources(sources: Iterable[tuple[str, Mapping[str, str]]]) -> None:
         for finding in Endpoint(name, Reading.parse(options)[1]).source().preflight():
             if finding.refuses and finding.code.endswith("_MISSING"):
                 raise Refused(finding.code, finding.message, finding.next_step)
+
+
+def check_source_checkpoints(sources: Iterable[tuple[str, Mapping[str, str]]], own: str | None) -> None:
+    """Check that a source of the Spark idiom that was given a checkpoint is alone in it.
+
+    Args:
+        sources: as in `check_sources`; a frame that is read twice is one source.
+        own: checkpoint of the query; None: unknown.
+
+    Raises:
+        UsageError: it is another query's, or several sources have it.
+    """
+    found: dict[str, tuple[str, Mapping[str, str]]] = {}
+    for name, options in sources:
+        location = find_option(options, CHECKPOINT) if name.startswith(PREFIX) else None
+        if location is None:
+            continue
+        if own is not None and _spelled(location) != _spelled(own):
+            raise UsageError("SOURCE_CHECKPOINT.OTHER", location=location, own=own)
+        if found.setdefault(_spelled(location), (name, options)) != (name, options):
+            raise UsageError("SOURCE_CHECKPOINT.SHARED", location=location)
+
+
+def _spelled(location: str) -> str:
+    """Its path: the same store has several names, s3:// and s3a://, or none, if it is Hadoop's default."""
+    return os.path.normpath(Path(re.sub(r"^\w+:(//[^/]*)?/*", "/", location)).absolute())
 
 
 def _refused_by_plan(spec: PipelineSpec, sinks: Sinks, checkpoint: str) -> None:

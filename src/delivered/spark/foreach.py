@@ -21,12 +21,12 @@ from delivered.checkpoint import recall, remember
 from delivered.engine.shard import may_send, write_shard
 from delivered.engine.transform import MESSAGE, unpack_message, without_rejected
 from delivered.model.capability import Guarantee
-from delivered.model.errors import InvariantBroken, UsageError
+from delivered.model.errors import DeliveredError, InvariantBroken, LedgerBehind, ReplayDiffers, UsageError
 from delivered.model.identity import checked_name
 from delivered.model.patience import serving_query
 from delivered.model.step import Moment, StepId, batch_of, reach
 from delivered.model.translate import translated
-from delivered.model.work import Action, ShardMessage
+from delivered.model.work import Action, ShardMessage, Tolerance
 from delivered.pipeline.batches import Batches
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import check_start
@@ -48,6 +48,10 @@ def write_batch(
     guarantee: str | Guarantee,
     pipeline: str,
     checkpoint: str | Path | None = None,
+    new_checkpoint: bool = False,
+    missing_ledger: bool = False,
+    new_target: bool = False,
+    lost_records: bool = False,
 ) -> None:
     """Write one batch from your own `foreachBatch`, so that it counts once however often Spark runs it.
 
@@ -62,6 +66,11 @@ def write_batch(
             complete replaces the table.
         pipeline: names the ledger, with the sink's name.
         checkpoint: the query's; None: that of the query on this thread, in a classic session.
+        new_checkpoint: start over although an earlier checkpoint wrote to this sink.
+        missing_ledger: continue although the ledger lacks batches of this checkpoint: they were written by other means,
+            or not passed.
+        new_target: continue although the sink's topic or table was dropped and recreated.
+        lost_records: give up records of a decided batch that neither the sink nor the source still has.
 
     Raises:
         UsageError, Refused: the write is not possible as requested.
@@ -76,14 +85,43 @@ def write_batch(
         guarantee=Guarantee.parse(guarantee),
         sinks=(SinkSpec(sink.system, sink.connector_options, sink.name),),
         checkpoint=str(checkpoint) if checkpoint is not None else _checkpoint(df),
+        tolerance=Tolerance(new_checkpoint, missing_ledger, False, new_target, lost_records),
         batch=batch_id,
     )
     option = replace(spec, batch=None).to_option()
-    if option not in _checked:
-        checkpoint_store(df.sparkSession, str(spec.checkpoint))
-        check_start(spec, spec.open())
-        _checked.add(option)
-    save_batch(replace(spec, store=recall(str(spec.checkpoint))), df, batch_id)
+    try:
+        if option not in _checked:
+            checkpoint_store(df.sparkSession, str(spec.checkpoint))
+            check_start(spec, spec.open())
+            _checked.add(option)
+        save_batch(replace(spec, store=recall(str(spec.checkpoint))), df, batch_id)
+    except DeliveredError as error:
+        raise _of_own_call(error) from None
+
+
+_ARGUMENTS = {
+    "newCheckpoint": "new_checkpoint",
+    "missingLedger": "missing_ledger",
+    "newTarget": "new_target",
+    "lostRecords": "lost_records",
+}
+"""Of `write_batch`, by the options that have the same effect on a stream."""
+
+
+def _of_own_call(error: DeliveredError) -> DeliveredError:
+    """The same, with arguments of `write_batch` for options; it names mistakes of a user's function that look like
+    losses."""
+    code, message, step = error.args
+    for option, argument in _ARGUMENTS.items():
+        step = (step or "").replace(f'.option("{option}", "accept")', f"write_batch(..., {argument}=True)")
+    match error.code.removeprefix("DELIVERED_"):
+        case "LEDGER_BEHIND" if error.condition != "DECISION":
+            return LedgerBehind("LEDGER_BEHIND.FOREACH_BATCH", reason=message, action=step)
+        case "LEDGER_MISSING":
+            return LedgerBehind("LEDGER_MISSING.FOREACH_BATCH", reason=message, action=step)
+        case "REPLAY_DIFFERS":
+            return ReplayDiffers("REPLAY_DIFFERS.FOREACH_BATCH", reason=message, action=step)
+    return type(error)(code, message, step or None)
 
 
 def save_batch(spec: PipelineSpec, df: DataFrame, batch_id: int) -> None:

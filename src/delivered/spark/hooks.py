@@ -26,7 +26,7 @@ import json
 import logging
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from delivered.model.errors import Refused
 from delivered.model.options import find_option
 from delivered.model.translate import from_our_code, translated, worker_death
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.facts import check_sources
+from delivered.pipeline.facts import check_source_checkpoints, check_sources
 from delivered.pipeline.registry import PREFIX, connector
 from delivered.pipeline.spec import CHECKPOINT, OPTION, Envelope, IdiomStart, Reading, StartCheck
 from delivered.pipeline.start import read_to_its_end
@@ -219,6 +219,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         if queryName is not None:
             self.queryName(queryName)
         spark, write = session_of(self), _write(self)
+        check_source_checkpoints(_read_by(self), find_option(write.options, CHECKPOINT) if write is not None else None)
         # A `Pipeline`, which sets OPTION, has done these checks already.
         if write is not None and write.format.lower().startswith(PREFIX) and find_option(write.options, OPTION) is None:
             if not internals.is_connect(spark):  # whose client may not reach the brokers
@@ -259,11 +260,20 @@ def _sources(writer: Any) -> tuple[str, ...]:
     try:
         return tuple(
             Endpoint(name, options).description if name.startswith(PREFIX) else name
-            for name, options in internals.stream_sources(writer)
+            for name, options in _read_by(writer)
         )
     except Exception as error:
-        log.debug("cannot read the sources of a query: %s", error)
+        log.debug("cannot name the sources of a query: %s", error)
         return ()
+
+
+def _read_by(writer: Any) -> list[tuple[str, Mapping[str, str]]]:
+    """Format and options of each source; empty if they are not accessible."""
+    try:
+        return internals.stream_sources(writer)
+    except Exception as error:
+        log.debug("cannot read the sources of a query: %s", error)
+        return []
 
 
 def _same_shards(spark: Any, write: StreamWrite | None) -> contextlib.AbstractContextManager[None]:
