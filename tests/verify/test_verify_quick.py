@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 from delivered.cli.main import app
 from delivered.model.capability import Guarantee
+from delivered_lab import brokers
 from delivered_lab.verify.case import Case, Environment, run_case
 from delivered_lab.verify.evidence import load
 from delivered_lab.verify.faults import PLACES, catalogue
@@ -143,7 +146,9 @@ def test_an_unknown_service_is_refused(tmp_path: Path) -> None:
     assert "SERVICE_UNKNOWN" in done.stderr
 
 
-def test_a_server_that_a_case_left_dead_starts_again_before_the_next(tmp_path: Path) -> None:
+def test_a_server_that_a_case_left_dead_or_silent_starts_again_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else all later cases of this environment fail at once, and it takes most of what waits."""
     environment = Environment(tmp_path, print)
     try:
@@ -153,6 +158,12 @@ def test_a_server_that_a_case_left_dead_starts_again_before_the_next(tmp_path: P
         server.kill()
         assert environment.server("postgres") is server, "within a case a killed server is the case's own affair"
         environment.next_case()
-        assert environment.server("postgres").is_running
+        silent = environment.server("postgres")
+        assert silent.is_running
+        monkeypatch.setattr("delivered_lab.verify.case._ANSWER_S_MAX", 0.0)
+        os.kill(silent.pid, signal.SIGSTOP)
+        environment.next_case()
+        assert not silent.is_running
+        assert brokers.status(environment.server("postgres").folder).answering
     finally:
         environment.close()

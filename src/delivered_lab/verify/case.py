@@ -415,10 +415,11 @@ class Environment:
         return self._servers[kind]
 
     def next_case(self) -> None:
-        """Before a case: servers that an earlier one left dead start again, empty, when they are used."""
+        """Before a case: servers that an earlier one left dead or silent start again, empty, when they are used."""
         if self.drivers is not None:
             self.drivers.next_case()
-        self._servers = {kind: server for kind, server in self._servers.items() if server.is_running}
+        for kind in [kind for kind in self._servers if not _answers(self._place(kind))]:
+            self._servers.pop(kind).kill()
 
     def close(self) -> None:
         if self.drivers is not None:
@@ -430,6 +431,17 @@ class Environment:
 
     def _place(self, kind: str) -> Path:
         return self.folder / ("broker" if kind == KAFKA else kind)
+
+
+_ANSWER_S_MAX = 30.0
+
+
+def _answers(folder: Path) -> bool:
+    """Whether the folder's server answers; waits for one that runs, which may be busy."""
+    deadline = time.monotonic() + _ANSWER_S_MAX
+    while (now := brokers.status(folder)).running and not now.answering and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return now.answering
 
 
 def can_mount() -> bool:
