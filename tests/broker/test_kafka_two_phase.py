@@ -432,7 +432,11 @@ def test_p11_a_person_may_abort_or_apply_what_is_open_and_nothing_else(rig: Rig)
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
     ids = [prepared(m).handle["transactional_id"] for m in messages]
-    assert alone(context.committers).end_by_id(ids[0], commit=True) == Ok(None)
+    committer = alone(context.committers)
+    held = {t.transactional_id: t.participant for t in committer.open_transactions()}
+    with pytest.raises(UsageError, match="TRANSACTION_NOT_OPEN"):  # the id is that of a later transaction by now
+        committer.end_by_id(ids[0], commit=True, handle=held[ids[1]])
+    assert committer.end_by_id(ids[0], commit=True, handle=held[ids[0]]) == Ok(None)
     assert alone(context.committers).end_by_id(ids[1], commit=False) == Ok(None)
     wait_for(lambda: not context.committers.open_transactions())
     assert rig.visible() == rig.expected([0], [0])

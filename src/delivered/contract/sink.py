@@ -191,8 +191,16 @@ class Committer(ABC):
         Read-only. Raises Unreachable."""
         return None
 
-    def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:  # noqa: ARG002
+    def end_by_id(
+        self,
+        transactional_id: str,  # noqa: ARG002
+        commit: bool,  # noqa: ARG002
+        handle: Handle | None = None,  # noqa: ARG002
+    ) -> Outcome[None]:
         """Commit or abort one of them manually.
+
+        Args:
+            handle: of the one that is meant, where a later transaction may have the same id; None: any.
 
         Raises UsageError if the id is not one of this package's, or has no open transaction.
         """

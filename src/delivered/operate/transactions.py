@@ -101,7 +101,7 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
             raise _against_the_ledger(transaction, commit)
         if not decided and not commit and not force:
             _refuse_current(handle, state)
-        match committer.end_by_id(transaction, commit):
+        match committer.end_by_id(transaction, commit, handle.participant):
             case Ok():
                 return
             case Failed(reason):

@@ -68,7 +68,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.limits import RECOVERY_WAIT_S, REQUEST_TIMEOUT_S
 from delivered.model.patience import left_s
-from delivered.model.work import Failed, Ok, Outcome, Prepared, Unknown, with_format, without_format
+from delivered.model.work import Failed, Handle, Ok, Outcome, Prepared, Unknown, with_format, without_format
 
 
 def marker_partition(scope: Scope) -> int:
@@ -687,7 +687,7 @@ class KafkaCommitter(Committer):
         except NoAnswer as error:
             raise Unreachable("KAFKA_NO_ANSWER.TRANSACTIONS", error=error) from None
 
-    def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
+    def end_by_id(self, transactional_id: str, commit: bool, handle: Handle | None = None) -> Outcome[None]:
         """Commit or abort by hand the open transaction of one of this sink's transactional ids.
 
         Raises:
@@ -701,7 +701,8 @@ class KafkaCommitter(Committer):
                 sink=self._scope.sink,
                 id_prefix=id_prefix(self._scope),
             )
-        found = next((t for t in self._unfinished() if t.transactional_id == transactional_id), None)
+        named = (t for t in self._unfinished() if t.transactional_id == transactional_id)
+        found = next((t for t in named if handle in (None, t.participant)), None)
         if found is None:
             raise UsageError("TRANSACTION_NOT_OPEN.KAFKA", transactional_id=transactional_id)
         if isinstance(found, Hanging):

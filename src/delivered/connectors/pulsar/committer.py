@@ -436,7 +436,7 @@ class PulsarCommitter(Committer):
         shown = [_shown(t, now) for t, now in found if now is not None]
         return sorted(shown, key=lambda t: t.started_ms or 0)
 
-    def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
+    def end_by_id(self, transactional_id: str, commit: bool, handle: Handle | None = None) -> Outcome[None]:  # noqa: ARG002
         """See `delivered.contract.sink.Committer`."""
         found = next((t for t in self.open_transactions() if t.transactional_id == transactional_id), None)
         if found is None:

@@ -671,7 +671,7 @@ class ServerCommitter(Committer, Generic[C]):
         """
         return self._ask(self._shards.open)
 
-    def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
+    def end_by_id(self, transactional_id: str, commit: bool, handle: Handle | None = None) -> Outcome[None]:  # noqa: ARG002
         """Manually commit or roll back a prepared transaction.
 
         Raises:
