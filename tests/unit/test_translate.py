@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from delivered.model.errors import UsageError
 from delivered.model.translate import from_our_code, translated
 
 OF_OURS = """
@@ -70,6 +71,17 @@ def test_a_process_of_spark_that_cannot_work_is_named(said: str, code: str, next
     assert found is not None
     assert found.code == f"DELIVERED_{code}"
     assert next_step in (found.next_step or "")
+
+
+def test_a_setting_that_spark_refuses_is_named() -> None:
+    said = (
+        "[INVALID_CONF_VALUE.TIME_ZONE] The value 'Mars' in the config \"spark.sql.session.timeZone\" is invalid. "
+        "Cannot resolve the given timezone. SQLSTATE: 22022\n\nJVM stacktrace:\n"
+    )
+    found = translated(RuntimeError(said))
+    assert isinstance(found, UsageError)
+    assert str(found).startswith("[DELIVERED_SETTING_VALUE] Spark refuses a setting: The value 'Mars' in the config")
+    assert "SQLSTATE" not in str(found)
 
 
 def test_the_text_of_a_query_that_is_not_ours_stays_sparks() -> None:

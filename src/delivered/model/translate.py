@@ -41,6 +41,7 @@ _CAUSE = re.compile(r"^Caused by: (.*)$", re.MULTILINE)
 _NO_JVM = "[JAVA_GATEWAY_EXITED]"
 _NO_PACKAGE = re.compile(r"ModuleNotFoundError: No module named 'delivered(?:\.[\w.]+)?'")
 _OTHER_PYTHON = re.compile(r"\[PYTHON_VERSION_MISMATCH\] ([^\n]*?)(?: SQLSTATE|\n|$)")
+_SETTING = re.compile(r"\[INVALID_CONF_VALUE[\w.]*\] ([^\n]*?)(?: SQLSTATE|\n|$)")
 _NOT_IN_LOCALE = re.compile(r"input contains unmappable characters: ([^\n]*)")
 """Java names files in the encoding of its process's locale, which in C and POSIX is ASCII."""
 _KNOWN_TYPES = {
@@ -63,6 +64,7 @@ def translated(error: BaseException) -> DeliveredError | None:
         _ours(text)
         or missing_extra(text)
         or _unfit_process(text)
+        or _refused_setting(text)
         or _second_query(text)
         or _state_unreadable(text)
         or _worker_died(text)
@@ -154,6 +156,11 @@ def _state_unreadable(trace: str) -> DeliveredError | None:
     causes = _CAUSE.findall(trace)
     why = f"{message} ({causes[-1].strip()})" if causes else message
     return DeliveredError("STATE_UNREADABLE", where=where, reason=why[:1000])
+
+
+def _refused_setting(text: str) -> DeliveredError | None:
+    found = _SETTING.match(text)
+    return None if found is None else errors.UsageError("SETTING_VALUE", reason=found[1].rstrip("."))
 
 
 def _second_query(trace: str) -> DeliveredError | None:
