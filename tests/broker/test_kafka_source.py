@@ -15,6 +15,8 @@ import psutil
 import pyarrow as pa
 import pytest
 from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import NewTopic
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 from tests.broker import source_help
 from tests.broker.source_help import Transactions, positions, produce, read_all, read_range, source, values
 from tests.kafka_tools import read_committed
@@ -26,6 +28,8 @@ from delivered.connectors.kafka import reader
 from delivered.contract.source import Slice, Source
 from delivered.model.errors import BadRecord, InvariantBroken, UsageError
 from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.spec import Reading
+from delivered.spark.readers import StreamReader
 
 
 @pytest.fixture(params=KAFKA_CLIENTS, autouse=True)
@@ -655,6 +659,37 @@ def test_a_topic_deleted_between_two_questions_is_a_lost_one(
     found = driver.initial() if start is None else driver.latest(start, None)
     assert set(positions(found)) == {kept}
     driver.close()
+
+
+@pytest.mark.checkpoint("a topic that was removed from `subscribe`, there again", "refused", "`TOPIC_RETURNED`")
+def test_a_topic_that_was_removed_and_returns_is_not_read_again(kafka: Any, tmp_path: Path) -> None:
+    """Regression: with failOnDataLoss false, which a removal needs, it was read from its beginning."""
+    kept, removed = kafka.topic(1), kafka.topic(1)
+    for topic in (kept, removed):
+        produce(kafka, topic, ["a", "b"])
+
+    def read(topics: str, start: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The end of a start's first batch, which Spark logs."""
+        options = {"subscribe": topics, "startingOffsets": "earliest", "failOnDataLoss": False}
+        stream = StreamReader(source(kafka, options), Reading(str(tmp_path)))
+        first = stream.initialOffset() if start is None else start
+        end = stream.latestOffset(first, ReadAllAvailable())
+        stream.stop()
+        return end
+
+    both = read(f"{kept},{removed}")
+    one = read(kept, both)
+    assert (removed in both, removed in one) == (True, False)
+    assert read(kept, one) == one
+    with pytest.raises(InvariantBroken, match=rf"TOPIC_RETURNED.*{removed}-0 .*stood at 2.*delivered twice") as caught:
+        read(f"{kept},{removed}", one)
+    (tmp_path / "delivered" / "removed-topics.json").unlink()
+    assert str(tmp_path / "delivered" / "removed-topics.json") in (caught.value.next_step or "")
+    assert read(f"{kept},{removed}", one)[removed] == {"0": 2}
+    read(kept, both)
+    kafka.admin().delete_topics([removed])[removed].result(60)
+    kafka.admin().create_topics([NewTopic(removed, 1, 1)])[removed].result(60)
+    assert read(f"{kept},{removed}", one)[removed] == {"0": 0}, "another topic"
 
 
 def test_a_stream_knows_its_topic_again_while_sparks_log_holds_plain_offsets(kafka: Any, tmp_path: Path) -> None:

@@ -294,6 +294,31 @@ def test_each_source_knows_the_offsets_of_others(name: str) -> None:
     driver.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "one", "both"),
+    [
+        ("kafka", {"t": {"0": 1}}, {"t": {"0": 1, "1": 2}}),
+        ("pulsar", {"t": {"-1": "1:2"}}, {"t": {"-1": "1:2"}, "u": {"-1": "1:2"}}),
+        ("rabbitmq_stream", {"t": 12}, {"t": 12, "u": 3}),
+        ("outbox, by log", {"lsn": 9}, {"lsn": 9, "number": 3}),
+    ],
+)
+def test_a_part_of_a_source_that_was_removed_does_not_return(
+    tmp_path: Path, name: str, one: dict[str, object], both: dict[str, object]
+) -> None:
+    """Regression: it was read from its beginning."""
+    driver, removed = OF_SOURCES[name][0].source().driver(), sidecar.RemovedParts(str(tmp_path))
+    removed.check(driver, one, both)
+    removed.check(driver, both, one)
+    if name.startswith("outbox"):
+        removed.check(driver, one, both)  # rows from before the slot
+        assert not list(tmp_path.iterdir())
+    else:
+        with pytest.raises(InvariantBroken, match="TOPIC_RETURNED"):
+            removed.check(driver, one, both)
+    driver.close()
+
+
 @pytest.mark.checkpoint("the system that the source reads, or an outbox's method", "refused", "`CHECKPOINT_OFFSETS`")
 @pytest.mark.parametrize("logged", ['{"t": {"0": 12}}', "12", '{"t": 12}'])
 @pytest.mark.parametrize("batches", [0, 1])

@@ -288,6 +288,9 @@ class PlainDriver(SourceDriver):
     def check_offsets(self, offsets: Offsets) -> None:
         self._driver.check_offsets(offsets)
 
+    def parts(self, at: Offsets) -> Mapping[str, Any]:
+        return self._driver.parts(self._metadata.joined(at))
+
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         complete = self._metadata.joined(start)
         end = self._driver.latest(complete, rows_max)
@@ -524,6 +527,56 @@ def keep_removed(location: str, names: Collection[str]) -> None:
     dropped = {n: at for n, at in by_source(checkpoint.newest_offsets(location)).items() if n not in names}
     if dropped:
         checkpoint.write_record(location, REMOVED_FILE, {"removed": {**read_removed(location), **dropped}})
+
+
+# Topics and streams removed from a source, with their last positions.
+#
+# Offsets forget them. If one returned, it would be read from its first record again.
+
+REMOVED_PARTS_FILE = "delivered/removed-topics.json"
+_REMOVED_PARTS_MAX = 1_000
+"""With subscribePattern, most of them are of topics that were deleted."""
+
+
+class RemovedParts:
+    """Of one stream.
+
+    Args:
+        location: of the checkpoint; None: unknown, and nothing is kept.
+        name: of the source.
+    """
+
+    def __init__(self, location: str | None, name: str = SOURCE) -> None:
+        self._location = location
+        self._file = checkpoint.file_of(REMOVED_PARTS_FILE, name)
+
+    def check(self, driver: SourceDriver, start: Offsets, end: Offsets) -> None:
+        """Store what `start` names and `end` does not, before Spark logs `end`.
+
+        Raises:
+            InvariantBroken: one that was removed earlier has returned.
+        """
+        if self._location is None or _names(start) == _names(end):
+            return
+        before, now = driver.parts(start), driver.parts(end)
+        if before.keys() == now.keys():
+            return
+        what = "a source's removed topics"
+        known = checkpoint.read_record(
+            self._location, self._file, what, lambda found: dict(found["removed"]), "REMOVED_SOURCES_DAMAGED"
+        )
+        removed = dict(known or {})
+        if back := sorted(removed.keys() & now.keys() - before.keys()):
+            file = f"{self._location.removeprefix('file://').rstrip('/')}/{self._file}"
+            raise InvariantBroken("TOPIC_RETURNED", part=back[0], position=removed[back[0]], file=file)
+        if left := {part: at for part, at in before.items() if part not in now}:
+            kept = dict([*removed.items(), *left.items()][-_REMOVED_PARTS_MAX:])
+            checkpoint.write_record(self._location, self._file, {"removed": kept})
+
+
+def _names(offsets: Offsets) -> dict[str, Any]:
+    """Topics or streams, and their partitions."""
+    return {k: v.keys() if isinstance(v, Mapping) else None for k, v in offsets.items() if not k.startswith("#")}
 
 
 # Versions and ids of the registered schemas that a query reads and writes with, stored in the checkpoint's sidecar.

@@ -229,6 +229,11 @@ class SourceDriver(ABC):
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         """Where the next batch may end: at most about `rows_max` records after `start`; None: no limit."""
 
+    def parts(self, at: Offsets) -> Mapping[str, Any]:  # noqa: ARG002
+        """What can be removed from the source and come back (a topic's partition, a stream), with its identity if the
+        system has one -> its position in `at`. Contacts no server."""
+        return {}
+
     @abstractmethod
     def newest(self) -> Offsets | None:
         """The current end of the source, for the lag in progress reports."""

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
 from delivered.checkpoint.history import Samples
-from delivered.checkpoint.sidecar import Landmarks, PlainDriver, first_of_stream, put_task_file, stream_driver
+from delivered.checkpoint.sidecar import (
+    Landmarks,
+    PlainDriver,
+    RemovedParts,
+    first_of_stream,
+    put_task_file,
+    stream_driver,
+)
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.engine.transform import encode, pack_rejected, pack_slice, source_schema
 from delivered.model.limits import LANDMARK_EVERY_S, LANDMARK_IDLE_EVERY_S
@@ -64,6 +71,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._opened: SourceDriver | None = None
         self._logged: dict[str, Any] | None = None
         self._landmarks = Landmarks(reading.checkpoint, reading.source)
+        self._removed = RemovedParts(reading.checkpoint, reading.source)
         self._samples = Samples(reading.checkpoint, reading.source)
         self._start: dict[str, Any] | None = None
         self._ends = False
@@ -102,6 +110,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._driver.check_offsets(start)
             self._landmarks.check(self._driver, start)  # first: a driver may acknowledge the start again
             end = self._driver.latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
+            self._removed.check(self._driver, start, end)
             idle_s = 0.0 if self._ends else LANDMARK_IDLE_EVERY_S
             self._landmarks.keep(self._driver, start, idle_s if end == start else LANDMARK_EVERY_S)
         if self._reading.until is not None:

@@ -311,6 +311,10 @@ class KafkaDriver(SourceDriver):
     def check_offsets(self, offsets: Offsets) -> None:
         Positions.from_json(offsets)
 
+    def parts(self, at: Offsets) -> Mapping[str, int]:
+        positions = Positions.from_json(at)
+        return {f"{t}-{n} (topic id {positions.ids.get(t)})": o for (t, n), o in positions.at.items()}
+
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         return self._settled(lambda: self._latest(start, rows_max))
 

@@ -199,6 +199,9 @@ class PulsarDriver(SourceDriver):
     def check_offsets(self, offsets: Offsets) -> None:
         from_json(offsets)
 
+    def parts(self, at: Offsets) -> Mapping[str, Any]:
+        return {physical(partition): str(position) for partition, position in from_json(at).items()}
+
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         before = from_json(start)
         snapshot = self._frozen or self._snapshot()

@@ -423,6 +423,9 @@ class StreamDriver(SourceDriver):
         if not all(isinstance(at, int) for at in offsets.values()) or "lsn" in offsets or "number" in offsets:
             raise foreign_offsets("a RabbitMQ stream", offsets)
 
+    def parts(self, at: Offsets) -> Mapping[str, Any]:
+        return at
+
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         """A stream missing in `start` is added at its first message and read from the next batch on."""
         ends = self._frozen or self._ends(start)
