@@ -161,6 +161,14 @@ def test_values_of_all_kinds_arrive_as_bytes(activemq: Activemq, tmp_path: Path)
     assert found == [(f"m:{n}", keys[n], values[n] or b"") for n in range(5)]
 
 
+def test_rows_with_an_empty_id_are_not_one_message(activemq: Activemq, tmp_path: Path) -> None:
+    queue = activemq.queue()
+    task = writer(sink(tmp_path, activemq.url, queue))
+    task.stage(pa.record_batch({"value": [b"a", b"b"], "message_id": ["", ""]}))
+    assert task.prepare(Fingerprint()) == Promise()
+    assert activemq.kept(queue) == 2
+
+
 def test_a_broker_that_dies_leaves_it_unknown(new_activemq: Callable[..., Activemq], tmp_path: Path) -> None:
     activemq = new_activemq()
     queue = activemq.queue()

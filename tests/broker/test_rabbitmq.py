@@ -210,17 +210,17 @@ def test_no_more_than_the_prefetch_is_held(rabbitmq: Rabbitmq) -> None:
 
 def test_a_message_without_an_id_stops_or_is_quarantined(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
     queue = rabbitmq.queue()
-    rabbitmq.send(queue, [("a", b"1"), (None, b"2"), ("c", b"333333")])
+    rabbitmq.send(queue, [("a", b"1"), (None, b"2"), ("c", b"333333"), ("", b"4"), ("", b"5")])
     options = {"url": rabbitmq.url, "queue": queue, "log": str(tmp_path / "log")}
     with pytest.raises(BadRecord, match="set no message id"):
         delivered.receive(delivered.endpoint("rabbitmq", **options), idle_s=1)
-    while rabbitmq.left(queue) != 3:
+    while rabbitmq.left(queue) != 5:
         time.sleep(0.05)
     quarantine = delivered.endpoint("rabbitmq", **options, badMessages="quarantine", messageBytesMax=5)
     delivered.receive(quarantine, idle_s=1)
     assert rabbitmq.left(queue) == 0
     assert entered(tmp_path / "log") == Counter([b"1"])
-    assert entered(tmp_path / "log.bad") == Counter([b"2", b"333333"])
+    assert entered(tmp_path / "log.bad") == Counter([b"2", b"333333", b"4", b"5"])
 
 
 def test_poison_is_quarantined_and_the_rest_enters(

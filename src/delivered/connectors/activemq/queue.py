@@ -396,7 +396,7 @@ class ActivemqWriter(SendingWriter[ActivemqSinkOptions, Message]):
         messages = []
         for value, chosen, key in zip(*columns, strict=True):
             own = self._next_id()
-            message_id = own if chosen is None else text(chosen, "column 'message_id'")
+            message_id = text(chosen, "column 'message_id'") if chosen else own  # of an empty id, Artemis takes one
             check_lengths("activemq", key=key, message_id=message_id, value=value)
             check_header(key=key, message_id=message_id)
             headers = {**kind, "persistent": "true", options.id_header: message_id}

@@ -116,7 +116,7 @@ class RabbitmqReceiver(Receiver):
         """Column by column, keeping none of the client's objects: this dominates a receiver's CPU time."""
         del channel
         sent, arrived = properties.timestamp, self._arrived
-        arrived.ids.append(id_text(properties.message_id))
+        arrived.ids.append(id_text(properties.message_id or None))  # two messages with an empty id are not one
         arrived.keys.append(routing_key(method))
         arrived.values.append(body)
         arrived.headers.append(headers(properties))
@@ -382,7 +382,7 @@ class RabbitmqWriter(SendingWriter[RabbitmqSinkOptions, Message]):
         messages = []
         for key, value, id_ in zip(keys, values, ids, strict=True):
             own = self._next_id()
-            message_id = own if id_ is None else text(id_, "column 'message_id'")
+            message_id = text(id_, "column 'message_id'") if id_ else own
             check_lengths("rabbitmq", key=key, message_id=message_id, value=value)
             routing_key = "" if key is None else text(key, "column 'key'")
             messages.append(Message(routing_key, value or b"", make(message_id=message_id, delivery_mode=2)))
