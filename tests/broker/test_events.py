@@ -58,6 +58,11 @@ def test_state_is_the_fold_and_a_conflict_names_the_version_found(db: Bank) -> N
         assert ACCOUNT.append(connection, db.account, first, expected=0) == (2, True)
         connection.commit()
         assert ACCOUNT.append(connection, db.account, first, expected=0) == (2, False), "a repeat of the whole call"
+        for other in ({"type": "withdrawn"}, {"payload": {"amount": True, "note": "é"}}):
+            with pytest.raises(DuplicateEvent, match="as version 1 of account"):
+                ACCOUNT.append(connection, db.account, [replace(first[0], **other), first[1]], expected=0)
+        with pytest.raises(Refused, match=r"EVENTS_ROW.*twice"):
+            ACCOUNT.append(connection, db.account, deposits(9) * 2, expected=2)
         for expected in (0, 1, 3):
             with pytest.raises(Conflict, match=f"is at version 2; expected was {expected}") as conflict:
                 ACCOUNT.append(connection, db.account, deposits(9), expected=expected)

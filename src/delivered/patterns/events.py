@@ -21,7 +21,16 @@ from typing import Any, NamedTuple
 
 from delivered.model.errors import BadRecord, InvariantBroken, Refused, UsageError
 from delivered.model.limits import EVENT_BYTES_MAX, EVENTS_APPENDED_MAX
-from delivered.patterns.caller import NOW_MS, Caller, as_text, check_dialect, format_ddl, json_text, unstorable
+from delivered.patterns.caller import (
+    NOW_MS,
+    Caller,
+    as_text,
+    check_dialect,
+    format_ddl,
+    json_content,
+    json_text,
+    unstorable,
+)
 from delivered.patterns.outbox import new_id
 
 __all__ = ["Aggregate", "Appended", "Conflict", "DuplicateEvent", "Event", "Loaded", "ddl", "new_id"]
@@ -182,10 +191,12 @@ class Aggregate:
                     self._snapshot(caller, key)
         except _Exists as exists:
             stored = caller.execute(
-                f"SELECT id {where} AND version > ? AND version <= ? ORDER BY version{caller.latest}",
+                f"SELECT id, type, payload {where} AND version > ? AND version <= ? ORDER BY version{caller.latest}",
                 (*at, expected, version),
             ).rows
-            if [as_text(i) for (i,) in stored] == [r[0] for r in rows]:
+            with _stored(f"an event of {what} after version {expected}"):
+                same = [_content(*map(as_text, row)) for row in stored] == [_content(*row) for row in rows]
+            if same:
                 return Appended(version, stored=False)
             own = caller.execute(
                 f"SELECT aggregate, aggregate_id, version FROM {EVENTS} WHERE id = ?{caller.latest}", (exists.args[0],)
@@ -198,7 +209,9 @@ class Aggregate:
                     aggregate=own[0][0],
                     aggregate_id=as_text(own[0][1]),
                 ) from None
-            raise Conflict.at(what, expected, self._version(caller, at)) from None
+            if (found := self._version(caller, at)) == expected:
+                raise Refused("EVENTS_ROW", id=exists.args[0], what=what) from None
+            raise Conflict.at(what, expected, found) from None
         return Appended(version, stored=True)
 
     def _caller(self, connection: Any, what: str, *, writes: bool) -> Caller:
@@ -325,6 +338,11 @@ def _row(event: Event) -> tuple[str, str, str]:
     if not isinstance(event.id, uuid.UUID) or not isinstance(event.type, str) or not _NAME.fullmatch(event.type):
         raise BadRecord("EVENTS_EVENT", id=event.id, type=event.type, pattern=_NAME.pattern)
     return str(event.id), event.type, _json(f"The payload of event {event.type}", event.payload)
+
+
+def _content(id_: str, type_: str, payload: str) -> tuple[str, str, str]:
+    """What makes two events equal."""
+    return id_, type_, json_content(payload)
 
 
 def _json(what: str, value: Any) -> str:
