@@ -313,3 +313,15 @@ def test_refusals_recommend_what_can_be_had() -> None:
         assert able.remembers == declared.key_table, example.label
         assert able.can_disable_retries is (example.system != "saga"), example.label
     assert "rocketmq with messageType=transaction" in alternatives().transactional
+
+
+@pytest.mark.parametrize(("decided", "warns"), [(6, True), (7, False)])
+def test_a_sink_removed_over_an_undecided_batch_is_a_warning(decided: int, warns: bool) -> None:
+    """What was prepared there is neither committed nor aborted by anybody."""
+    own = ASKED.sinks[0].name
+    facts = replace(USED, ledger_newest=decided, unfinished=True, prepared_at=frozenset({own, "totals"}))
+    plan = make_plan(replace(ASKED, checkpoint=facts))
+    assert isinstance(plan, Plan)
+    found = [w for w in plan.warnings if "is removed" in w]
+    assert len(found) is int(warns)
+    assert all(w.startswith("the sink totals is removed, and batch 7 is not decided") for w in found)

@@ -384,6 +384,7 @@ def _build_checkpoint(pipeline: Definition, session: SessionFacts | None, takeov
         ledger_newest=_find_newest(state),
         ledger_offsets="" if state.last is None else state.last.offsets,
         ledger_others=() if state.last is None else state.last.other_sinks,
+        prepared_at=frozenset(p.sink for p in state.last.participants if p.handle) if state.last else frozenset(),
         owner=None if connect else find_living(state.owner, session.jvm if session is not None else None),
         unwritable=find_unwritable(pipeline.checkpoint),
         renamed=other_name,

@@ -26,6 +26,7 @@ from delivered.planner.request import (
     TransformFacts,
     Trigger,
     reasons,
+    sink_warnings,
     source_warnings,
 )
 
@@ -62,6 +63,7 @@ def make_plan(request: Request) -> Plan | Refusal:
         limits=tuple(_limits(request)),
         warnings=(
             *source_warnings(request),
+            *sink_warnings(request),
             *_warn_of_transform_change(request),
             *map(str, request.findings),
         ),

@@ -131,6 +131,7 @@ class CheckpointFacts:
         ledger_behind: the ledger has lost decided batches, and the user did not accept that.
         ledger_offsets: where the ledger's last decided batch of this incarnation ended; empty: there is none.
         ledger_others: further sinks that it was decided for.
+        prepared_at: sinks at which that batch's rows were prepared before its decision.
         ledger_missing: the ledger has none of the checkpoint's batches, and the user did not accept that.
         offsets_text: the sources' offsets of the newest batch, as Spark logged them; empty: none.
         unfinished: Spark has not committed that batch.
@@ -155,6 +156,7 @@ class CheckpointFacts:
     ledger_behind: bool = False
     ledger_offsets: str = ""
     ledger_others: tuple[str, ...] = ()
+    prepared_at: frozenset[str] = frozenset()
     transform_changed: tuple[int, int] | None = None
     offsets_text: str = ""
     unfinished: bool = False
@@ -612,6 +614,19 @@ def source_warnings(request: Request) -> Iterator[str]:
         yield (
             f"the source {name} is removed: it ended at {shown(before[name])}. What it delivered stays; should it "
             "return, it needs another name and startingOffsets"
+        )
+
+
+def sink_warnings(request: Request) -> Iterator[str]:
+    """Warnings: sinks that are removed over an undecided batch. Nobody aborts what its tasks prepared there."""
+    facts = request.checkpoint
+    if not facts.unfinished or facts.newest is None or (facts.ledger_newest or 0) >= facts.newest:
+        return
+    for name in sorted(facts.prepared_at - {s.name for s in request.sinks}):
+        yield (
+            f"the sink {name} is removed, and batch {facts.newest} is not decided: what its tasks prepared there stays "
+            "open, and may hold back readers. Start once more with it, or see `delivered transactions list` with the "
+            "previous definition"
         )
 
 
