@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka import Producer
+from tests.kafka_tools import read_committed
 from tests.support.orders import ROWS, clean, states
 from tests.support.topic_orders import DAY_MS, TopicOrders
+from tests.support.without_spark import deliver
 
+import delivered
+from delivered import Pipeline
 from delivered.audit.evidence import Counts, Verdict
 from delivered.connectors.kafka import reader
 
@@ -70,3 +75,58 @@ def test_what_no_retention_removed_is_lost(kafka: Any, tmp_path: Path, settings:
     report = orders.audit()
     assert report.verdict is Verdict.BROKEN and report.counts.lost > 0
     assert report.counts == Counts(3 * ROWS, 3 * ROWS - report.counts.lost, lost=report.counts.lost)
+
+
+COMPACTED = {"cleanup_policy": "compact", "segment_ms": 100, "min_cleanable_dirty_ratio": 0.001}
+
+
+def compact(kafka: Any, topic: str, partitions: int, keys: int) -> None:
+    """Wait until older records of so many keys were removed. Rolls the segments."""
+    deadline = time.monotonic() + 60
+    time.sleep(0.3)
+    producer = Producer({"bootstrap.servers": kafka.bootstrap})
+    for partition in range(partitions):
+        producer.produce(topic, b"new", b"new", partition)
+    assert producer.flush(30) == 0
+    while len(read_committed(kafka.bootstrap, topic)) > keys + partitions:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def test_what_compaction_may_have_removed_from_a_topic_is_unknown(kafka: Any, tmp_path: Path) -> None:
+    """Without seals, and behind one."""
+    orders = TopicOrders(tmp_path, kafka=kafka, settings=COMPACTED)
+    orders.run()
+    assert orders.audit().verdict is Verdict.HELD
+    orders.run()
+    compact(kafka, orders.topic, 2, keys=5)
+    for full in (False, True):
+        report = orders.audit(full=full)
+        assert (report.verdict, report.breaches) == (Verdict.UNKNOWN, []), report
+        assert report.counts.lost > 0
+        assert f"topic {orders.topic} is compacted" in " ".join(report.unknowns)
+
+
+def test_what_compaction_removed_from_the_source_was_sent(kafka: Any, tmp_path: Path) -> None:
+    """Also of equal records, of which the source has one left."""
+    topic = kafka.topic(1, **COMPACTED)
+    producer = Producer({"bootstrap.servers": kafka.bootstrap})
+    for n in range(ROWS):
+        producer.produce(topic, b"same" if n % 2 else b"%d" % n, b"%d" % (n % 5))
+    assert producer.flush(30) == 0
+    servers = {"kafka.bootstrap.servers": kafka.bootstrap, "startingOffsets": "earliest"}
+    pipeline = Pipeline(
+        name="from-compacted",
+        guarantee="exactly_once",
+        checkpoint=tmp_path / "checkpoint",
+        source=delivered.endpoint("kafka", subscribe=topic, **servers),
+        transform=delivered.arrow(select=["key", "value"]),
+        sinks=[delivered.sqlite(str(tmp_path / "sink.db"), "rows", ifNotExists=True)],
+        audit={"own": "true"},
+    )
+    assert deliver(pipeline) == 1
+    compact(kafka, topic, 1, keys=ROWS // 2 + 1)
+    report = pipeline.audit(full=True)
+    assert (report.verdict, report.breaches) == (Verdict.UNKNOWN, []), report
+    assert report.counts.unexpected > 0 and report.counts.duplicated > 0
+    assert f"topic {topic} is compacted" in " ".join(report.unknowns)

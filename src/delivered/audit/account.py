@@ -35,6 +35,7 @@ from delivered.audit.continuation import (
 from delivered.audit.evidence import DedupCounts, LedgerAccount, count_retried
 from delivered.audit.judge import (
     Result,
+    account_for_compaction,
     account_for_dead_letters,
     account_for_dedup,
     account_for_earlier,
@@ -297,6 +298,7 @@ def _compare(
                 say("looking for their first copies in the sealed part of the sink")
                 findings = comparison.compare(replace(ranges, sealed=scan.slices(None, base.sink_end)))
                 late = findings.result.counts.in_progress - first.in_progress
+        compacted = comparison.sources.compacted() if findings.result.counts.damaged else []
         unexcused = 0
         if request.guarantee.may_lose and mode == APPEND and earlier is None and expired is None:
             gave_up, complete = _by_given_up(ledger, at, before, account_at)
@@ -318,7 +320,9 @@ def _compare(
         report = replace(report, given_up=report.given_up - earlier.given_up.count)
         report = account_for_earlier(report, earlier, request.sink.capability().adds_columns)
     if late:
-        report = account_for_late(report, late, expired=bool(start.changes.expired or scan.expired()))
+        report = account_for_late(
+            report, late, expired=bool(start.changes.expired or scan.expired() or scan.compacted())
+        )
     report = replace(report, unknowns=(*report.unknowns, *contradictions(report)))
     if expired is not None:
         report = _account_for_expired(report, expired, read)
@@ -338,6 +342,8 @@ def _compare(
         retried = count_retried(request.decided_by, scope)
         report = account_for_dead_letters(report, ledger.dead_letters, retried, by_row=mode == APPEND)
         report = account_for_retries(report, retried)
+    if report.counts.damaged:
+        report = account_for_compaction(report, compacted, scan.compacted())
     known_versions = bool(request.transform_version) and all(r.transform for r in current)
     report = judge(report, versions_known=known_versions)
     begins = skipped[-1].end if skipped else begins

@@ -285,6 +285,29 @@ def account_for_dead_letters(report: AuditReport, dead_letters: int, retried: in
     return replace(report, uncertain=uncertain, undeleted=left, unknowns=unknowns)
 
 
+def account_for_compaction(report: AuditReport, source: Sequence[str], sink: Sequence[str]) -> AuditReport:
+    """The report on records any of which source or sink may have removed, by their settings.
+
+    Args:
+        source, sink: why, as of `SourceDriver.compacted` and `BoundedScan.compacted`; empty: it did not.
+    """
+    counts, prints, unknowns = report.counts, report.fingerprints, list(report.unknowns)
+    uncertain = list(report.uncertain)
+    if sink and counts.lost:
+        uncertain.append(Damage.LOST)
+        unknowns.append(f"the lost records may be older ones of their keys: {'; '.join(sink)}")
+    damage = [d for d in (Damage.DUPLICATED, Damage.ALTERED, Damage.UNEXPECTED) if counts.of(d)]
+    if source and prints is not None and prints.ledger is not None:  # else nobody counted rows
+        removed = prints.ledger.count - prints.sent.count
+        damage = [d for d in damage if counts.of(d) <= removed]
+    if source and damage:
+        uncertain += damage
+        unknowns.append(
+            f"the {', '.join(damage)} records may be those that the source no longer has: {'; '.join(source)}"
+        )
+    return replace(report, uncertain=tuple(uncertain), unknowns=tuple(unknowns))
+
+
 def account_for_retries(report: AuditReport, retried: int) -> AuditReport:
     """The report on a sink with rows of dead letters that were retried, which the transform of today, or of their
     batch, does not yield. Their fingerprints are those of other ledgers.

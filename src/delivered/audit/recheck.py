@@ -257,6 +257,8 @@ def _compare(request: AuditRequest, group: _Group, scan: BoundedScan, comparison
     result = comparison.compare(Ranges(read, [(start, end)], (), repeated)).result
     sealed = group.sums
     if result.sent != sealed.sent:
+        if result.sent.count < sealed.sent.count and (why := comparison.sources.compacted()):
+            return group.found(Again.EXPIRED, "; ".join(why))
         return group.found(Again.DIFFERS, _of_source(sealed.sent, result.sent))
     if last.sink_read is None:
         return group.found(Again.SOURCE, "the sink has no positions: delivered audit --full")
@@ -266,6 +268,9 @@ def _compare(request: AuditRequest, group: _Group, scan: BoundedScan, comparison
     changes = scan.changes(last.sink_end, last.sink_kept) if last.sink_end is not None else None
     if changes is not None and changes.expired and not changes.altered:
         return group.found(Again.EXPIRED, "; ".join(changes.expired))
+    fewer = replace(sealed.counts, lost=max(sealed.counts.lost, result.counts.lost))
+    if (compacted := scan.compacted()) and not _of_sink(fewer, result.counts, group.unaudited + sealed.counts.earlier):
+        return group.found(Again.EXPIRED, "; ".join(compacted))
     return group.found(Again.DIFFERS, "; ".join([differs, *(changes.altered if changes is not None else ())]))
 
 

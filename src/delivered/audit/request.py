@@ -576,6 +576,10 @@ class SourceSet:
                 return False
         return True
 
+    def compacted(self) -> list[str]:
+        """As `SourceDriver.compacted`, of all sources."""
+        return [why for driver in self._drivers.values() for why in driver.compacted()]
+
     def close(self) -> None:
         for driver in self._drivers.values():
             driver.close()

@@ -323,6 +323,9 @@ class PlainDriver(SourceDriver):
     def retained(self, at: Offsets) -> Retained | None:
         return self._driver.retained(self._metadata.joined(at))
 
+    def compacted(self) -> Sequence[str]:
+        return self._driver.compacted()
+
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
         return self._driver.landmarks(self._metadata.joined(at))
 

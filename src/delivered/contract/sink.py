@@ -347,6 +347,13 @@ class BoundedScan(ABC):
         """
         return {}
 
+    def compacted(self) -> Sequence[str]:
+        """Why records may be missing from any place, by the system's settings. Each a sentence.
+
+        Read-only. Raises Unreachable.
+        """
+        return ()
+
     def planned(self) -> Self:
         """As `Source.planned`."""
         return self

@@ -275,6 +275,13 @@ class SourceDriver(ABC):
         """What this source still has from a position on; None: it does not know. Read-only. Raises Unreachable."""
         return None
 
+    def compacted(self) -> Sequence[str]:
+        """Why records that were read may be missing from any place, by the system's settings. Each a sentence.
+
+        Read-only. Raises Unreachable.
+        """
+        return ()
+
     def landmarks(self, at: Offsets) -> Mapping[str, str]:  # noqa: ARG002
         """Partition -> description of its last record before `at`, which another history would not have.
 

@@ -22,7 +22,7 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 
 from delivered.audit.account import Progress, reason
 from delivered.audit.evidence import Damage, Verdict, count_retried
-from delivered.audit.judge import account_for_dead_letters, contradictions
+from delivered.audit.judge import account_for_compaction, account_for_dead_letters, contradictions
 from delivered.audit.local import chosen_sink
 from delivered.audit.report import AuditReport, ChainReport, Segment
 from delivered.audit.request import (
@@ -358,6 +358,8 @@ def _compare(
     report = replace(report, unknowns=(*contradictions(report), *_unknowns(hops, report)))
     if result.counts.damaged:
         report = account_for_dead_letters(report, *_dead_letters(hops), by_row=False)
+        removes = [why for hop in hops for why in hop.request.sink.scan().compacted()]
+        report = account_for_compaction(report, hops[0].read.sources.compacted(), removes)
     # Beside what the sink holds: what is still on its way to it.
     report = replace(report, counts=replace(result.counts, delivered=there - foreign))
     return report, max(source_end + waits - result.counts.in_progress, 0)

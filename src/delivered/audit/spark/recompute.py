@@ -197,6 +197,7 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
                 if number == len(methods) or not any(c.weighs(counts) and c not in inherent for c in caveats):
                     samples = comparison.samples(counts, request.samples_max)
                     break
+        removed = [*map(Caveat, source.sources.compacted())] if counts.damaged else []
         if impossible and any(c.weighs(counts) for c in caveats):
             caveats.append(Caveat(f"its batches cannot be replayed: {impossible}"))
     report = report_of_result(request, ledger, read, view.batch, Result(counts, samples=samples), ordered=True)
@@ -204,7 +205,7 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
     report = replace(report, fingerprints=None, id_says=comparison.identified_by, own=own, foreign=foreign)
     if request.keys is not None:
         report = replace(report, keys=KeyCheck.of_counts(request.keys, counts, selected))
-    all_caveats = [*_of_ledger(request, ledger, read, unsure), *caveats]
+    all_caveats = [*_of_ledger(request, ledger, read, unsure), *removed, *caveats]
     report = account_for_recompute(report, all_caveats, columns, comparison.identified_by, expected.ran)
     if counts.damaged and ledger.dead_letters and request.decided_by is not None:
         retried = count_retried(request.decided_by, scope)

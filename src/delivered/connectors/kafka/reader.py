@@ -376,6 +376,16 @@ def retention_of(client: KafkaDriverClient, topic: str) -> Retention | None:
     return Retention(ms_max, bytes_max, "compact" in policy)
 
 
+def find_compacted(client: KafkaDriverClient) -> list[str]:
+    """Which topics are compacted, each a sentence. Raises Unreachable, UsageError."""
+    policies = {t: retention_of(client, t) for t in sorted({t for t, _ in client.partitions()[0]})}
+    return [
+        f"topic {topic} is compacted, which removes older records of a key at any time"
+        for topic, policy in policies.items()
+        if policy is not None and policy.compacts
+    ]
+
+
 def reach_ms(client: KafkaDriverClient, partitions: Collection[Partition]) -> dict[Partition, int | None]:
     """`Retention.reach_ms` of each partition; absent: this user may not see its topic's settings.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from delivered.clients.kafka.record_batch import Partition
 from delivered.connectors.kafka import EARLIEST, Place, Positions
-from delivered.connectors.kafka.reader import KafkaDriverClient, joined, reach_ms
+from delivered.connectors.kafka.reader import KafkaDriverClient, find_compacted, joined, reach_ms
 from delivered.connectors.kafka.source import KafkaSource, LogHistory, Parting, are_different
 from delivered.contract.sink import Changes, Expired
 from delivered.contract.source import Offsets, Slice
@@ -99,6 +99,10 @@ class KafkaScan(SourceScan):
             for p, ms in sorted(reach.items())
             if ms != 0
         }
+
+    def compacted(self) -> Sequence[str]:
+        with self._topics() as now:
+            return find_compacted(now.client)
 
     @contextmanager
     def _topics(self) -> Iterator[_Topics]:

@@ -35,6 +35,7 @@ from delivered.connectors.kafka import (
 from delivered.connectors.kafka.reader import (
     KafkaDriverClient,
     decode,
+    find_compacted,
     find_retained,
     find_write_times,
     joined,
@@ -369,6 +370,9 @@ class KafkaDriver(SourceDriver):
     def retained(self, at: Offsets) -> Retained:
         """By log start offsets, `retention.ms` and `retention.bytes`."""
         return find_retained(self._options, self._client, Positions.from_json(at))
+
+    def compacted(self) -> Sequence[str]:
+        return find_compacted(self._client)
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
         """The header of a record batch."""
