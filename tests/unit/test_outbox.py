@@ -124,3 +124,24 @@ def test_the_longest_names_are_accepted() -> None:
         ("sqlite:///x.db", {"dbtable": "o" * 300}),
     ):
         SOURCE.source({"url": url, **given})
+
+
+class Traced:
+    """A connection as OpenTelemetry's instrumentation hands it out: a proxy that says that it is one."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._connection)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._connection, name)
+
+
+def test_a_traced_connection_is_the_one_that_it_stands_for(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "a.db")) as connection:
+        connection.execute(outbox.ddl("sqlite"))
+        message = {"id": outbox.new_id(), "aggregate_type": "a", "aggregate_id": "1", "type": "t", "payload": 1}
+        assert outbox.put(Traced(connection), **message).stored  # type: ignore[arg-type]

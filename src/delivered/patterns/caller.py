@@ -120,10 +120,9 @@ class Caller:
         if self.dialect == "postgres":
             import psycopg
 
-            kind = self.driver.cursor_factory
-            if issubclass(kind, getattr(psycopg, "RawCursor", ())):  # takes $1 instead of %s
-                kind = psycopg.Cursor
-            return kind(self.driver, row_factory=psycopg.rows.tuple_row)
+            if issubclass(self.driver.cursor_factory, getattr(psycopg, "RawCursor", ())):  # takes $1 instead of %s
+                return psycopg.Cursor(self.driver, row_factory=psycopg.rows.tuple_row)
+            return self.driver.cursor(row_factory=psycopg.rows.tuple_row)
         if self.dialect == "mysql":
             from pymysql.cursors import Cursor
 
@@ -353,5 +352,5 @@ def check_dialect(dialect: str) -> str:
 
 
 def _names(value: Any) -> set[str]:
-    """`library.Class` of a value's classes."""
-    return {f"{c.__module__.partition('.')[0]}.{c.__qualname__}" for c in type(value).__mro__}
+    """`library.Class` of a value's classes, and of what it stands for: tracing libraries hand out proxies."""
+    return {f"{c.__module__.partition('.')[0]}.{c.__qualname__}" for c in value.__class__.__mro__}
