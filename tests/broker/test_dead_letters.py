@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.support.sweeps import sweep
 from delivered.connectors.log import append
 from delivered.entry import Pipeline
 from delivered.operate.dead_letters import dead_letters
+from delivered.operate.transactions import end_transaction, open_transactions
 from delivered_lab.supervisor import run
 from delivered_lab.verify.loop import Loop
 
@@ -100,6 +103,15 @@ def test_letters_of_a_constraint_go_back_to_the_table(postgres: Any, tmp_path: P
     file = described(tmp_path, {**sink, "onConstraint": "dead_letter"})
     Loop(file).run(takeover=False)
     postgres.execute(f"ALTER TABLE {table} DROP CONSTRAINT {table}_value_key")
+    if mechanism == "two_phase":
+        own = Pipeline.from_file(file)
+        command = [sys.executable, "-m", "delivered.cli.main", "dead-letters", "retry", str(file), "--all"]
+        killed = {**os.environ, "DELIVERED_CRASH": "write.prepare:after!kill", "DELIVERED_CRASH_DIR": str(tmp_path)}
+        subprocess.run(command, env=killed, check=False)
+        (left,) = open_transactions(own)
+        assert not left.decided
+        end_transaction(own, left.id, commit=False)
+        assert open_transactions(own) == []
     retried_with_kills(file)
     assert Counter(postgres.execute(f"SELECT key, value FROM {table}")) == Counter(
         [(b"1", b"a"), (b"2", b"a"), (b"3", b"b")]

@@ -17,6 +17,7 @@ writes their rows to all of them, with the ledger `<name>.dead-records`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import uuid
@@ -210,6 +211,12 @@ def _queues(pipeline: Definition) -> dict[str, DeadLetterQueue]:
     return {**queues, **dict.fromkeys([o.value for o in KINDS], RecordQueue(pipeline, incarnation))}
 
 
+def retry_queues(pipeline: Definition) -> list[DeadLetterQueue]:
+    """Those that may have been retried."""
+    every = list(_distinct(_queues(pipeline)))
+    return every if pipeline.dead_letter is not None else [q for q in every if q.keeps]
+
+
 def _distinct(queues: Mapping[str, DeadLetterQueue]) -> dict[DeadLetterQueue, dict[str, DeadLetterQueue]]:
     """Each queue, with the part of `queues` that names it."""
     return {queue: {n: d for n, d in queues.items() if d is queue} for queue in queues.values()}
@@ -262,6 +269,7 @@ class DeadLetterQueue:
 
     Attributes:
         label: what was written to, for reports.
+        sinks, scope: of the retries, whose transactions at the sinks are their own.
         folder: of its files.
     """
 
@@ -271,17 +279,22 @@ class DeadLetterQueue:
         self.sink_name = self.label = self.folder = name
         self._pipeline = pipeline
         self._sink = sink
-        self._sinks = Sinks.one(sink, name)
+        self.sinks = Sinks.one(sink, name)
         self._origin = Scope(pipeline.name, name, incarnation)
-        self._scope, self._of_records = self._origin.retries(suffix), self._origin.retries(DEAD_RECORDS)
+        self.scope, self._of_records = self._origin.retries(suffix), self._origin.retries(DEAD_RECORDS)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the sink's database keeps dead letters."""
+        return self._sink.capability().write.conditional
 
     def kept(self) -> list[DeadLetter] | None:
         """Those that the sink's database keeps for the pipeline and for its retries; None: it keeps none."""
-        if not self._sink.capability().write.conditional:
+        if not self.keeps:
             return None
         letters = []
         # `again` is a part of the ids that settled ones are stored by.
-        for scope, again in ((self._origin, False), (self._scope, True), (self._of_records, DEAD_RECORDS)):
+        for scope, again in ((self._origin, False), (self.scope, True), (self._of_records, DEAD_RECORDS)):
             with closing(self._sink.committer(scope)) as committer:
                 same: Counter[str] = Counter()
                 for row in committer.dead_letters():
@@ -348,8 +361,8 @@ class DeadLetterQueue:
             reach(StepId.LOG, Moment.AFTER, batch=batch)
 
     def _run(self, context: Context, batch: int, offsets: str, letters: Callable[[], Sequence[DeadLetter]]) -> None:
-        view = CheckpointView(self._scope.incarnation, batch, offsets, batch - 1 if batch else None)
-        runner = Runner(self._sinks, context)
+        view = CheckpointView(self.scope.incarnation, batch, offsets, batch - 1 if batch else None)
+        runner = Runner(self.sinks, context)
         plan = runner.plan(view, None)
         if plan.action is Action.SKIP and not plan.rewrite:
             return
@@ -357,7 +370,7 @@ class DeadLetterQueue:
         def write(messages: list[ShardMessage | None]) -> None:
             if wanted := letters():
                 rows = self._as_rows(wanted)
-                messages.append(write_shard(self._sinks, plan, 0, 0, iter([Rows(rows)]), rows.schema))
+                messages.append(write_shard(self.sinks, plan, 0, 0, iter([Rows(rows)]), rows.schema))
 
         runner.finish(plan, write)
 
@@ -398,15 +411,15 @@ class DeadLetterQueue:
     def _skipped(self) -> int:
         """Rows that the sinks' tables did not accept, so far."""
         total = 0
-        for member in self._sinks.members:
+        for member in self.sinks.members:
             if member.sink.capability().write.conditional:
-                with closing(member.sink.committer(replace(self._scope, sink=member.name))) as committer:
+                with closing(member.sink.committer(replace(self.scope, sink=member.name))) as committer:
                     total += sum(committer.skipped().values())
         return total
 
     def _open(self) -> closing[Context]:
         owner = new_owner(psutil.Process())
-        return closing(Context.open(self._sinks, self._scope, self._pipeline.guarantee, owner))
+        return closing(Context.open(self.sinks, self.scope, self._pipeline.guarantee, owner))
 
     def _unfinished(self, state: LedgerState) -> tuple[Decision | Started | None, _File | None]:
         pending = _pending(state)
@@ -436,7 +449,8 @@ class DeadLetterQueue:
         for file in filesystem.get_file_info(own):
             number = file.base_name.partition(".")[0]
             if number.isdigit() and int(number) < batch:
-                filesystem.delete_file(file.path)
+                with contextlib.suppress(FileNotFoundError):  # another process deleted it
+                    filesystem.delete_file(file.path)
 
 
 @dataclass(frozen=True)
@@ -495,7 +509,7 @@ class RecordQueue(DeadLetterQueue):
         ends = zip(pipeline.sink_names, pipeline.sinks, strict=True)
         sinks = Sinks.of([(name, e.sink(), e.projection.route) for name, e in ends])
         super().__init__(pipeline, sinks.decider.name, sinks.decider.sink, incarnation, suffix=DEAD_RECORDS)
-        self._sinks = sinks
+        self.sinks = sinks
         self.label, self.folder = ", ".join(pipeline.sink_names), "(records)"
         self._rows_by_id: dict[str, pa.RecordBatch] = {}
         self._columns: pa.Schema | None = None
@@ -515,7 +529,7 @@ class RecordQueue(DeadLetterQueue):
         for name, endpoint in zip(pipeline.sink_names, pipeline.sinks, strict=True):
             if not endpoint.projection.is_plain:
                 return f"the sink {name!r} has expressions in select or where, which run in Spark alone: {_REPLAY}"
-        for member in self._sinks.members:
+        for member in self.sinks.members:
             if member.sink.schema_columns:
                 return f"the sink {member.name!r} writes with a registry's schema, fixed when a query starts: {_REPLAY}"
         return None
@@ -529,7 +543,7 @@ class RecordQueue(DeadLetterQueue):
         rows, why = self._rows_of(letter)
         if rows is None:
             return why
-        for member in self._sinks.members:
+        for member in self.sinks.members:
             try:
                 own = member.routed(Rows(rows))
                 member.sink.check_schema(own.good.schema)
@@ -568,8 +582,8 @@ class RecordQueue(DeadLetterQueue):
         tables = [pa.Table.from_batches([batch]) for batch in batches]
         table = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
         rows = next(iter(table.to_batches()), batches[0])
-        only = self._sinks.members[0]
-        return rows if len(self._sinks.members) > 1 or only.route is None else only.route(rows)
+        only = self.sinks.members[0]
+        return rows if len(self.sinks.members) > 1 or only.route is None else only.route(rows)
 
     def _source(self) -> Source:
         if self._source_opened is None:

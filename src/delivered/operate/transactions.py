@@ -16,6 +16,7 @@ from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, Usag
 from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 from delivered.model.work import Failed, LedgerState, Ok, Unknown
+from delivered.operate.dead_letters import retry_queues
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.spec import NO_INCARNATION
 
@@ -129,7 +130,7 @@ def _against_the_ledger(transaction: str, commit: bool) -> Refused:
 
 
 def _held(pipeline: Definition) -> Iterator[tuple[Committer, Sequence[OpenTransaction], LedgerState]]:
-    """By sink that holds transactions open."""
+    """By sink that holds transactions open: those of the pipeline, then those of retries of its dead letters."""
     holds = False
     incarnation, _ = read_logged(pipeline.checkpoint)
     spec = pipeline.spec
@@ -143,6 +144,12 @@ def _held(pipeline: Definition) -> Iterator[tuple[Committer, Sequence[OpenTransa
             if (transactions := committer.open_transactions()) is not None:
                 holds = True
                 yield committer, transactions, _projected(scope.sink, state)
+    for queue in retry_queues(pipeline) if holds else ():
+        with closing(open_shared_ledger(queue.sinks, queue.scope)) as ledger:
+            state = ledger.look()
+        for member in queue.sinks.members:
+            with closing(member.sink.committer(replace(queue.scope, sink=member.name))) as committer:
+                yield committer, committer.open_transactions() or (), _projected(member.name, state)
     if not holds:
         systems = ", ".join(e.system for e in pipeline.all_sinks)
         raise UsageError("NO_TRANSACTIONS", pipeline=pipeline.name, systems=systems)
