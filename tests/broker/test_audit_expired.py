@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from tests.support.without_spark import deliver
 import delivered
 from delivered import Pipeline
 from delivered.audit.evidence import Counts, Verdict
+from delivered.audit.local import recheck_here
+from delivered.audit.recheck import Again
+from delivered.audit.seal import Seal
 from delivered.connectors.kafka import reader
 
 LOST = b"%d" % (3 * ROWS + 7)
@@ -93,6 +97,10 @@ def compact(kafka: Any, topic: str, partitions: int, keys: int) -> None:
         time.sleep(0.5)
 
 
+def rechecked(pipeline: Pipeline, sink: str, seals: Sequence[Seal]) -> list[Again]:
+    return [found.outcome for found in recheck_here(pipeline, sink, seals, lambda _: True, lambda _: None)]
+
+
 def test_what_compaction_may_have_removed_from_a_topic_is_unknown(kafka: Any, tmp_path: Path) -> None:
     """Without seals, and behind one."""
     orders = TopicOrders(tmp_path, kafka=kafka, settings=COMPACTED)
@@ -105,6 +113,7 @@ def test_what_compaction_may_have_removed_from_a_topic_is_unknown(kafka: Any, tm
         assert (report.verdict, report.breaches) == (Verdict.UNKNOWN, []), report
         assert report.counts.lost > 0
         assert f"topic {orders.topic} is compacted" in " ".join(report.unknowns)
+    assert rechecked(orders.pipeline(), orders.topic, orders.seals()[:1]) == [Again.EXPIRED]
 
 
 def test_what_compaction_removed_from_the_source_was_sent(kafka: Any, tmp_path: Path) -> None:
@@ -125,8 +134,11 @@ def test_what_compaction_removed_from_the_source_was_sent(kafka: Any, tmp_path: 
         audit={"own": "true"},
     )
     assert deliver(pipeline) == 1
+    known = pipeline.audit().continuation
+    assert known is not None
     compact(kafka, topic, 1, keys=ROWS // 2 + 1)
     report = pipeline.audit(full=True)
     assert (report.verdict, report.breaches) == (Verdict.UNKNOWN, []), report
     assert report.counts.unexpected > 0 and report.counts.duplicated > 0
     assert f"topic {topic} is compacted" in " ".join(report.unknowns)
+    assert rechecked(pipeline, "rows", known.seals) == [Again.EXPIRED]

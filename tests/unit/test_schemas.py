@@ -17,6 +17,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 from delivered.checkpoint import sidecar
+from delivered.contract.sink import BoundedScan, Sink
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.engine.transform import (
     RAW,
@@ -33,7 +34,15 @@ from delivered.engine.transform import (
 from delivered.kits.schemas import Format, FormatOptions
 from delivered.kits.schemas import formatted as source_module
 from delivered.kits.schemas.avro import Unmappable
-from delivered.kits.schemas.formatted import Decoder, Encoder, FormattedSource, schema_of, unfit
+from delivered.kits.schemas.formatted import (
+    Decoder,
+    Encoder,
+    FormattedScan,
+    FormattedSink,
+    FormattedSource,
+    schema_of,
+    unfit,
+)
 from delivered.kits.schemas.protobuf import _compiled
 from delivered.kits.schemas.registry import Registered
 from delivered.kits.schemas.values import canonical
@@ -348,3 +357,19 @@ def test_a_plan_tells_formats_of_both_ends() -> None:
     assert "key as protobuf by version 3 of out-key" in found.capability().records
     with pytest.raises(UsageError, match=r"column 'key' is binary; with key\.format protobuf"):
         found.check_schema(pa.schema([("key", pa.binary()), ("value", pa.binary())]))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "contract", "default"),
+    [
+        (FormattedScan, BoundedScan, set()),
+        (FormattedSink, Sink, {"checked_target", "key_memory"}),
+        (FormattedSource, Source, {"read_good", "row_key"}),
+        (sidecar.PlainDriver, SourceDriver, {"check_initial", "waiting_since"}),
+    ],
+)
+def test_wrappers_ask_what_they_wrap(wrapper: type, contract: type, default: set[str]) -> None:
+    """Else the contract would answer that its system has nothing of the kind. `default`: of tables and changes, or made
+    of other answers."""
+    questions = {n for n, v in vars(contract).items() if n[0] != "_" and (callable(v) or isinstance(v, property))}
+    assert questions - vars(wrapper).keys() == default

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.contract.sink import BoundedScan, Changes, Committer, Sink, Writer
+from delivered.contract.sink import BoundedScan, Changes, Committer, Expired, Sink, Writer
 from delivered.contract.source import (
     COORDINATES,
     Address,
@@ -371,6 +371,9 @@ class FormattedSink(Sink):
         own = pa.array([reasons.get(n) for n in range(batch.num_rows)], pa.string())
         return own if inner is None else pc.coalesce(own, inner)
 
+    def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        return self.sink.refused_rows(self.encoded(batch))
+
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """As the inner sink's, with canonical text in place of encoded values."""
         for side in self.options.sides:
@@ -464,6 +467,12 @@ class FormattedScan(BoundedScan):
 
     def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
         return self.scan.changes(position, before)
+
+    def expired(self) -> Mapping[str, Expired]:
+        return self.scan.expired()
+
+    def compacted(self) -> Sequence[str]:
+        return self.scan.compacted()
 
     def address(self) -> Address | None:
         return self.scan.address()
