@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
+from deltalake import DeltaTable
 from tests.spark.topics import read_values, send
 
+import delivered
+from delivered.connectors.log.produce import append
 from delivered.spark.internals import READS_ONCE, VERSION
 
 if TYPE_CHECKING:
@@ -96,3 +100,25 @@ def test_the_path_of_a_table_is_the_one_that_was_given(
     listed = ", ".join(f"'{k}' '{v}'" for k, v in options.items())
     spark.sql(f"CREATE TABLE {name} USING delivered_{system} OPTIONS ({listed})")
     assert spark.table(name).columns == ["id"]
+
+
+def test_a_stream_reads_a_table_and_partitions_another(spark: SparkSession, tables: list[str], tmp_path: Path) -> None:
+    """Spark passes neither the table's options to a source, nor `partitionBy` to a sink."""
+    rows = {"key": [b"a", b"b"], "value": [b"1", b"2"]}
+    append(str(tmp_path / "in"), pa.table(rows))
+    tables += ["streamed"]
+    spark.sql(f"CREATE TABLE streamed USING delivered_log OPTIONS (path '{tmp_path / 'in'}', startingOffsets 'latest')")
+    frame = spark.readStream.table("streamed").selectExpr("CAST(key AS STRING) AS k", "CAST(value AS STRING) AS v")
+    options = {"path": str(tmp_path / "out"), "guarantee": "exactly_once"}
+    for partitioned in (True, False):
+        writer = frame.writeStream.format("delivered_delta").options(**options).trigger(availableNow=True)
+        writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
+        query = writer.partitionBy("k").start() if partitioned else writer.start(partitionBy=["k"])
+        query.awaitTermination(120)
+        assert (tmp_path / "checkpoint/delivered/source-offsets.json").exists()  # the source knows the checkpoint
+        append(str(tmp_path / "in"), pa.table(rows))
+    table = DeltaTable(tmp_path / "out")
+    assert (table.metadata().partition_columns, table.to_pyarrow_table().num_rows) == (["k"], 2)
+    writer = frame.writeStream.format("delivered_sqlite").options(**options, table="t").partitionBy("k")
+    with pytest.raises(delivered.UsageError, match=r"OPTION_UNKNOWN.*partitionby"):
+        writer.option("checkpointLocation", str(tmp_path / "other")).start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -18,7 +19,9 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import Fenced, InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.rows import OnBadRow, Origin, Rejection, Rows
-from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage
+from delivered.model.work import BatchPlan, CheckpointView, DriverAddress, Owner, ShardMessage, Tolerance
+from delivered.pipeline.batches import Run
+from delivered.pipeline.spec import PipelineSpec, Sender, SinkSpec
 
 WORLD = "runner"
 
@@ -122,6 +125,32 @@ def test_a_plan_that_another_writer_overtook_says_what_to_do(runner: Runner, run
     runner.context.ledger.claim(runner.context.owner)
     with pytest.raises(Fenced, match=rf"PLAN_OUTDATED.*Next: .*{said}"):
         runner.commit(0, "o0", messages, run=run)
+
+
+def test_a_session_whose_runs_another_application_overtook_says_how_to_go_on(tmp_path: Path) -> None:
+    """Two notebooks that write in turns: the first is fenced for good, and nobody writes its rows."""
+    sink = SinkSpec("sqlite", {"path": str(tmp_path / "out.db"), "table": "t"})
+    rows = pa.schema({"id": pa.int64()})
+
+    def write(owner: str, run_id: str) -> None:
+        sender = Sender(Owner(owner), DriverAddress("localhost"))
+        spec = PipelineSpec(
+            "batch",
+            Guarantee.EXACTLY_ONCE,
+            (sink,),
+            run_id=run_id,
+            sender=sender,
+            tolerance=Tolerance(new_checkpoint=True),
+        )
+        run = Run(spec, spec.checked(rows), rows)
+        plan = run.plan(run.view())
+        run.commit(0, [write_shard(run.sinks, plan, 0, 0, iter(()), rows)])
+
+    write("a", "1")
+    write("b", "2")
+    with pytest.raises(Fenced, match=r"FENCED.*rows were not written.*Next: delivered\.register"):
+        write("a", "3")
+    write("c", "3")
 
 
 def test_what_a_failed_batch_prepared_is_found_without_messages(runner: Runner) -> None:

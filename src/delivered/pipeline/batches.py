@@ -6,7 +6,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from delivered.engine.context import Context, locate
 from delivered.engine.runner import Runner
 from delivered.engine.transform import join_rejected, unpack_rejected
 from delivered.model.capability import Guarantee
-from delivered.model.errors import InvariantBroken
+from delivered.model.errors import Fenced, InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.rows import OnBadRow, Rows
 from delivered.model.step import Moment, StepId, reach
@@ -154,11 +155,24 @@ class Run(Batches):
         return CheckpointView.of_run(self.spec.run)
 
     def plan(self, view: CheckpointView) -> BatchPlan:
-        return self.runner(view.incarnation).plan(view, self.schema)
+        with _overtaken():
+            return self.runner(view.incarnation).plan(view, self.schema)
 
     def commit(self, batch: int, messages: Sequence[ShardMessage | None]) -> None:
         view = self.view()
-        self.runner(view.incarnation).commit(batch, view.offsets, messages, run=True)
+        with _overtaken():
+            self.runner(view.incarnation).commit(batch, view.offsets, messages, run=True)
+
+
+@contextmanager
+def _overtaken() -> Iterator[None]:
+    """A later start writes a stream's rows; those of a run nobody writes."""
+    try:
+        yield
+    except Fenced as error:
+        if error.condition != "OWNER":
+            raise
+        raise Fenced("FENCED.RUN", reason=error.message) from None
 
 
 def _plan_of(messages: Sequence[ShardMessage | None]) -> BatchPlan | None:

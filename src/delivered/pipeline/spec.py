@@ -502,7 +502,7 @@ def read_options(metadata: Mapping[str, Any], options: Mapping[str, str], system
         Refused: the table is a sink.
         UsageError: a table whose options Spark did not pass.
     """
-    table = _table_options(metadata)
+    table = table_options(metadata)
     if is_sink_table(table):
         raise Refused("TABLE_WRITE_ONLY")
     if not table and not options:
@@ -521,7 +521,7 @@ def write_options(metadata: Mapping[str, Any], options: Mapping[str, str], syste
     """
     if any(k.lower() not in _PER_STATEMENT for k in options):
         return dict(options)
-    table = _table_options(metadata)
+    table = table_options(metadata)
     if not is_sink_table(table):  # none, or those of the table that the rows were read from
         raise _not_passed(system, "INSERT INTO t WITH (...)", "with the option guarantee, ")
     return {**table, **options}
@@ -533,6 +533,11 @@ def _not_passed(system: str, statement: str, as_sink: str = "") -> UsageError:
     )
 
 
-def _table_options(metadata: Mapping[str, Any]) -> dict[str, str]:
+def table_options(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The options of the table that a first column belongs to; empty: it belongs to none.
+
+    Args:
+        metadata: of the column.
+    """
     stored: dict[str, str] = json.loads(metadata.get(_TABLE, "{}"))
     return stored

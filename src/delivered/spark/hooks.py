@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 _WRAPPED = "__delivered__"
 _OURS = "_delivered"
 """Set on a reader or writer with one of our formats: classic ones do not show theirs."""
+_PARTS = "_delivered_parts"
+"""On a streaming writer: the columns of `partitionBy`, which Spark does not pass to a Python sink."""
 _PLANNED_ONCE = (
     f"{PREFIX}*: the offsets of this DataFrame are fixed at its first action; to see later records, load() again or "
     "read from a SQL table\n"
@@ -89,6 +91,7 @@ def install(spark: SparkSession, register: Callable[[SparkSession, SparkSession 
     _wrap(classes.session, "table", registering)
     _wrap(classes.session, "newSession", functools.partial(_registered, register=register))
     _wrap(classes.frame, "explain", _explained)
+    _wrap(classes.stream_writer, "partitionBy", _parted)
     _wrap(classes.stream_writer, "start", _checked, layer="checked")
     _wrap(classes.stream_writer, "toTable", _unadapted)
     _wrap(classes.writer, "save", _saved, layer="shards")
@@ -151,6 +154,14 @@ def _marked(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, source)
 
     return format_
+
+
+def _parted(original: Callable[..., Any]) -> Callable[..., Any]:
+    def partition_by(self: Any, *cols: Any) -> Any:
+        setattr(self, _PARTS, cols)
+        return original(self, *cols)
+
+    return partition_by
 
 
 def _surviving(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,6 +229,10 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
             self.format(format)
         if queryName is not None:
             self.queryName(queryName)
+        if partitionBy is not None:
+            self.partitionBy(partitionBy)
+        if getattr(self, _OURS, False) and (parts := getattr(self, _PARTS, ())):
+            self.option("partitionBy", ",".join(parts[0] if isinstance(parts[0], list | tuple) else parts))
         spark, write = session_of(self), _write(self)
         check_source_checkpoints(_read_by(self), find_option(write.options, CHECKPOINT) if write is not None else None)
         # A `Pipeline`, which sets OPTION, has done these checks already.

@@ -509,11 +509,18 @@ def stream_write(writer: Any) -> StreamWrite:
 
 @_touches("StreamingRelationV2; Connect: _format and _options of a plan", "reports show no name of a source")
 def stream_sources(writer: Any) -> list[tuple[str, Mapping[str, str]]]:
-    """Format and options of each source of a DataStreamWriter's query, in Spark's order."""
+    """Format and options of each source of a DataStreamWriter's query, in Spark's order; those of a table, too."""
     if hasattr(writer, "_write_proto"):
         return [(str(p._format), p._options) for p in _connect_reads(writer._write_stream._child)]
     leaves = _leaves(_analyzed(writer._df))
-    return [(leaf.sourceName(), dict(leaf.extraOptions())) for leaf in leaves]
+    return [(leaf.sourceName(), {**_of_table(leaf), **dict(leaf.extraOptions())}) for leaf in leaves]
+
+
+def _of_table(read: Any) -> dict[str, str]:
+    from delivered.pipeline.spec import table_options  # not in a task
+
+    columns = json.loads(read.schema().json())["fields"]
+    return table_options(columns[0]["metadata"]) if columns else {}
 
 
 @_touches("StreamingRelationV2, Dataset.ofRows, field ds of _jwrite", "a source does not know its checkpoint")
@@ -529,11 +536,11 @@ def set_source_option(writer: Any, name: str, value: str) -> None:
         return
     spark, plan = writer._spark, _analyzed(writer._df).clone()
     (read,) = _leaves(plan)
-    options = {**dict(read.extraOptions().asCaseSensitiveMap()), name: value}
+    options = {**_of_table(read), **dict(read.extraOptions().asCaseSensitiveMap()), name: value}
     # Load it again: Spark created the data source when the frame was loaded, and keeps its options.
     loaded = spark.readStream.format(read.sourceName()).options(**options).load()
     (loaded_read,) = _leaves(_analyzed(loaded))
-    if not loaded_read.schema().equals(read.schema()):
+    if loaded_read.schema().catalogString() != read.schema().catalogString():  # a table has metadata, too
         raise ValueError("the source has other columns now")
     for field in ("extraOptions", "table"):
         _java_field(read, field).set(read, _java_field(loaded_read, field).get(loaded_read))
