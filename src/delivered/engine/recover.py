@@ -239,7 +239,8 @@ def _finish_earlier(context: Context, earlier: Decision | None) -> None:
 
 def _refuse_visible(context: Context, view: CheckpointView) -> None:
     """Raises LedgerBehind: rows of a batch that was never decided are visible; writing it would double them."""
-    if context.tolerance.missing_ledger or context.guarantee is Guarantee.AT_LEAST_ONCE:
+    tolerance = context.tolerance
+    if tolerance.missing_ledger or tolerance.repeated_batch or context.guarantee is Guarantee.AT_LEAST_ONCE:
         return
     for sink, shards in context.committers.visible_shards(view.batch).items():
         raise LedgerBehind(

@@ -191,10 +191,7 @@ class SendingWriter(Writer, Generic[Given, M]):
     def __init__(self, options: Given, work: Work, gives_up: bool) -> None:
         self._options = options
         self._gives_up = gives_up
-        scope = work.scope
-        # Names may contain dots, but no "%": two scopes never make the same id (P33).
-        names = (n.replace(".", "%2E") for n in (scope.pipeline, scope.sink, scope.incarnation))
-        self._id = _short(".".join((*names, str(work.batch), str(work.shard))))
+        self._id = _short(f"{id_prefix(work.scope)}{work.batch}.{work.shard}")
         self._rows = 0
         self._publisher: Publisher[M] | None = None
 
@@ -273,6 +270,12 @@ class SendingWriter(Writer, Generic[Given, M]):
         Raises:
             BadRecord: a row cannot be a message. The text names its column, and no number of the row.
         """
+
+
+def id_prefix(scope: Scope) -> str:
+    """Of generated message ids, before batch, shard and row; but long ones are hashed."""
+    # Names may contain dots, but no "%": two scopes never make the same id (P33).
+    return "".join(f"{n.replace('.', '%2E')}." for n in (scope.pipeline, scope.sink, scope.incarnation))
 
 
 def _short(prefix: str) -> str:

@@ -35,7 +35,15 @@ from delivered.connectors.rocketmq.publish import (
     new_name,
     producer_group,
 )
-from delivered.connectors.rocketmq.remoting import Cluster, Place, RocketmqScan, added, open_half_messages
+from delivered.connectors.rocketmq.remoting import (
+    Cluster,
+    Place,
+    RocketmqScan,
+    added,
+    ends,
+    open_half_messages,
+    retained,
+)
 from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.contract.source import Finding
 from delivered.kits.queue import (
@@ -49,6 +57,7 @@ from delivered.kits.queue import (
     check_names,
     check_types,
     column,
+    id_prefix,
     sends,
     text,
 )
@@ -541,6 +550,10 @@ SETTLE_S = 4.0
 unsent ones are lost with their connection."""
 
 
+_LAST_LOOKED_AT = 256
+"""Messages of a queue: those of the newest batch, unless other producers have sent as many since."""
+
+
 class RocketmqCommitter(Committer):
     """See `delivered.contract.sink.Committer`."""
 
@@ -564,9 +577,20 @@ class RocketmqCommitter(Committer):
         return self._journal.is_visible(work)
 
     def visible_shards(self, batch: int) -> Sequence[int]:
-        """By the journal, which is behind as well if it is in the ledger's file, and an older copy of it was restored.
-        See `delivered.contract.sink.Committer`."""
-        return self._journal.decided_shards(batch)
+        """By the journal; and, as that may be in the file of an older ledger, by the ids of each queue's last messages.
+
+        Ids that a column sets show no batch. See `delivered.contract.sink.Committer`.
+        """
+        shards, own = set(self._journal.decided_shards(batch)), id_prefix(self._scope)
+        places = self._cluster.places()
+        for broker, queues in ends(self._cluster, places).items():
+            for queue, end in queues.items():
+                for message in retained(self._cluster, Place(broker, queue), max(0, end - _LAST_LOOKED_AT), end):
+                    id_ = message.properties.get("UNIQ_KEY", "")
+                    numbers = id_.removeprefix(own).split(".") if id_.startswith(own) else []
+                    if len(numbers) == 3 and all(map(str.isdecimal, numbers)) and int(numbers[0]) >= batch:
+                        shards.add(int(numbers[1]))
+        return sorted(shards)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         """Roll back, which ends the broker's transaction checks. Also runs in tasks, without a ledger."""
