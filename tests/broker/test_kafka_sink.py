@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import socket
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -136,6 +137,15 @@ def test_rows_may_name_topic_and_partition(kafka: Any) -> None:
     # The option wins over the column, as in Spark's own sink.
     send(rig, Guarantee.AT_LEAST_ONCE, batch.slice(1, 1).set_column(2, "partition", pa.array([0], pa.int32())))
     assert sorted(m.value() for m in read_committed(kafka.bootstrap, one)) == [b"0", b"1", b"2"]
+
+
+def test_a_scan_reads_every_topic_that_rows_may_name(kafka: Any) -> None:
+    """Not the ledger's, and not those that a cluster's own services write all the time."""
+    ledger, mine = kafka.topic(1), kafka.topic(1, name=f"_mine-{uuid.uuid4().hex}")
+    others = kafka.topic(1, name=f"_schemas-{uuid.uuid4().hex}")
+    sink = CONNECTOR.sink({"kafka.bootstrap.servers": kafka.bootstrap, "ledgerTopic": ledger})
+    there = {piece.data[0][0] for piece in sink.scan().slices()} | set(sink.scan().position())
+    assert mine in there and not {ledger, others} & there
 
 
 @pytest.mark.parametrize("partition", [3, -1, 2**31, 2**40])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -154,7 +155,8 @@ class KafkaSink(Sink):
         if self.options.topic is not None:
             options["subscribe"] = self.options.topic
         else:
-            options["subscribePattern"] = "^[^_].*"
+            own = re.escape(self.options.ledger_topic or "__")
+            options["subscribePattern"] = rf"^(?!__|_schemas|_confluent|{own}$)"
         options |= {"startingOffsets": "earliest", "endingOffsets": "latest", "includeHeaders": "true"}
         return KafkaScan(KafkaSource(SourceOptions.parse(options)))
 
