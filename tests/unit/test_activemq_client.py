@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.support.certificates import Authority
 
-from delivered.connectors.activemq import ActivemqOptions
+from delivered.connectors.activemq import ActivemqOptions, ActivemqSinkOptions
 from delivered.connectors.activemq.client import Session
 from delivered.model.errors import Refused, Unreachable, UsageError
 
@@ -184,3 +184,16 @@ def test_a_certificate_of_another_host_is_refused(tmp_path: Path) -> None:
     context.load_cert_chain(*authority.issue("server", hosts=("elsewhere.example",)).files(tmp_path, "server"))
     with says(CONNECTED, tls=context) as url, pytest.raises(UsageError, match="IP address mismatch"):
         session(url, tlsTrustCertsFile=str(tmp_path / "ca.pem"))
+
+
+@pytest.mark.parametrize(("options", "name"), [(ActivemqOptions, "idHeader"), (ActivemqSinkOptions, "idHeader"),
+                                               (ActivemqSinkOptions, "keyHeader")])  # fmt: skip
+@pytest.mark.parametrize("header", ["message-id", "timestamp", "persistent"])
+def test_a_header_of_each_delivery_is_no_id(
+    options: type[ActivemqOptions | ActivemqSinkOptions], name: str, header: str
+) -> None:
+    """Artemis gives a redelivered message another message-id: its copy would not be recognised."""
+    given = {"url": "stomp://h", "queue": "q", "log" if options is ActivemqOptions else "ledger": "/x"}
+    assert options.parse({**given, name: "id"})
+    with pytest.raises(UsageError, match=f"OPTION_VALUE.*'{name}' is '{header}'.*senders set"):
+        options.parse({**given, name: header})

@@ -14,7 +14,7 @@ from delivered.kits.options import (
     message_id_columns,
     queue_sink_name,
 )
-from delivered.model.options import TEXT_OR_NONE, OptionType, integer, option
+from delivered.model.options import TEXT_OR_NONE, OptionType, Unfit, integer, option
 from delivered.receiver import ReceiveOptions
 
 DUPLICATE_ID = "_AMQ_DUPL_ID"
@@ -25,6 +25,23 @@ FRAME_BYTES_MIN = 200
 """Minimum size of a message on the wire, due to the broker's headers. It bounds the messages that a receiver holds, and
 the window of known ids must be larger."""
 EXAMPLE = "stomp://user@host:61613"
+FRAME_HEADERS = frozenset(
+    {
+        *("subscription", "message-id", "ack", "destination", "content-length", "redelivered", "expires", "priority"),
+        *("persistent", "timestamp", "destination-type", "ingress-timestamp", "JMSXUserID", "receipt"),
+    }
+)
+"""Headers of the frame and the broker, which are not part of the message."""
+
+
+def _header(text: str) -> str | None:
+    if text in FRAME_HEADERS:
+        raise Unfit.build("OPTION_VALUE.FRAME_HEADER", text=text)
+    return text or None
+
+
+OWN_HEADER = OptionType(_header)
+"""Of the message: a redelivered one has another message-id, and so would count as another message."""
 
 
 class Place(BrokerOptions, TlsOptions):
@@ -60,7 +77,7 @@ class ActivemqOptions(Place, owner="delivered_activemq source", more=(ReceiveOpt
     id_header: str | None = option(
         "idHeader",
         "Header with the message id, which senders keep when they resend; none: duplicates are not detected.",
-        TEXT_OR_NONE,
+        OWN_HEADER,
         default=None,
     )
     key_header: str | None = option(
@@ -84,11 +101,11 @@ class ActivemqSinkOptions(Place, owner="delivered_activemq sink"):
     id_header: str = option(
         "idHeader",
         "Header for the message id, which a replayed batch repeats.",
-        OptionType(lambda text: text or DUPLICATE_ID),
+        OptionType(lambda text: _header(text) or DUPLICATE_ID),
         default=DUPLICATE_ID,
     )
     key_header: str | None = option(
-        "keyHeader", "Header to write the column key to; none: no column key.", TEXT_OR_NONE, default=None
+        "keyHeader", "Header to write the column key to; none: no column key.", OWN_HEADER, default=None
     )
     message_id_columns: tuple[str, ...] = message_id_columns()
     ledger: str = external_ledger()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.activemq import DUPLICATE_ID, ActivemqOptions, ActivemqSinkOptions, Place
+from delivered.connectors.activemq import DUPLICATE_ID, FRAME_HEADERS, ActivemqOptions, ActivemqSinkOptions, Place
 from delivered.connectors.activemq.client import HEARTBEAT_MS, Session
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Finding, MessageBatch, Queue, Receiver
@@ -145,13 +145,6 @@ def _judge(
 
 _LOG = logging.getLogger(__name__)
 _SUBSCRIPTION = "delivered"
-_FRAME = frozenset(
-    {
-        *("subscription", "message-id", "ack", "destination", "content-length", "redelivered", "expires", "priority"),
-        *("persistent", "timestamp", "destination-type", "ingress-timestamp", "JMSXUserID", "receipt"),
-    }
-)
-"""Headers of the frame and the broker, which are not part of the message."""
 
 
 # Over STOMP, Artemis reads the body of every message that is not of bytes as a text. Of a map, an object or a stream
@@ -249,7 +242,7 @@ class ActivemqReceiver(Receiver):
             ids=[None if id_header is None else intact(h.get(id_header)) for h in headers],
             keys=[None if key_header is None or (k := h.get(key_header)) is None else k.encode() for h in headers],
             values=[frame.body for frame in messages],
-            headers=[[(n, v.encode()) for n, v in h.items() if n not in _FRAME] for h in headers],
+            headers=[[(n, v.encode()) for n, v in h.items() if n not in FRAME_HEADERS] for h in headers],
             times_us=[_time_us(h.get("timestamp")) for h in headers],
             handles=[(number, h[self._handle]) for h in headers],
         )
