@@ -57,6 +57,20 @@ def test_an_id_that_is_not_there_or_not_utf8(system: str, tmp_path: Path) -> Non
     assert "column 'message_id'" in str(found[1])
 
 
+@pytest.mark.parametrize("system", sorted(OPTIONS.keys() - {"rocketmq"}))
+def test_rows_with_an_empty_id_get_ids_of_their_own(system: str, tmp_path: Path) -> None:
+    """As those without one: readers that deduplicate would take all of them for one message."""
+    sink: Any = find_sink(system, {**OPTIONS[system], "ledger": str(tmp_path / "ledger.db")})
+    rows = pa.record_batch({"key": ["k"] * 2, "value": [b"v"] * 2, "message_id": ["", None]})
+    sent = sink._writer(Work(Scope("p", "s", "i"), 0, 0), gives_up=False)._messages(rows)
+    places = {
+        "rabbitmq": lambda m: m.properties.message_id,
+        "activemq": lambda m: m.headers["id"],
+        "pulsar": lambda m: m.properties["delivered.id"],
+    }
+    assert [places[system](m) for m in sent] == ["p.s.i.0.0.0", "p.s.i.0.0.1"]
+
+
 def times(*numbers: int | None, unit: str = "us") -> pa.Array:
     return pa.array(numbers, pa.int64()).cast(pa.timestamp(unit, "UTC"))
 

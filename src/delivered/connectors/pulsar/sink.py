@@ -433,9 +433,9 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, "Message"]):
         for value, key, pairs, time, id_ in zip(*columns, strict=True):
             properties = _properties(pairs or ())
             own = self._next_id()
-            properties[ID] = "" if id_ is None else text(id_, "column 'message_id'")
+            properties[ID] = text(id_ or b"", "column 'message_id'")
             self._check_size(value, key, properties)
-            if id_ is None:
+            if not id_:
                 properties[ID] = own
             messages.append(Message(value, text(key, "column 'key'") if key else None, properties, time))
         return messages
