@@ -198,6 +198,19 @@ def test_a_transaction_that_a_deadlock_ended_is_not_taken_for_open(
     assert db.execute(f"SELECT COUNT(*) FROM {db.inbox}") == [(0,)]
 
 
+def test_a_consumers_commit_is_on_disk_whatever_its_role_says(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """After a crash of the server, an acknowledged message would lack its effect."""
+    db = database(Boxes, request, "postgres", tmp_path)
+    with contextlib.closing(db.raw()) as connection:
+        for level, expected in (("off", "on"), ("local", "on"), ("remote_apply", "remote_apply")):
+            applications.execute(connection, f"SET synchronous_commit = {level}")
+            connection.commit()
+            with consume(connection, Delivery(level, list, list), consumer="a", table=db.inbox):
+                assert applications.execute(connection, "SHOW synchronous_commit") == [(expected,)]
+            assert applications.execute(connection, "SHOW synchronous_commit") == [(level,)]
+            connection.rollback()
+
+
 def test_the_clock_runs_on_in_the_hour_that_comes_twice(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """By local time, leases of sagas would end an hour early in autumn."""
     db = database(Boxes, request, "mysql", tmp_path)

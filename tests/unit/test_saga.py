@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from delivered.cli.main import app
 from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.patterns.caller import Caller
-from delivered.patterns.saga import NO_UNDO, Call, Done, Log, Rejected, Saga, Status, Step, Verb, begin, ddl, run
+from delivered.patterns.saga import NO_UNDO, Call, Done, Http, Log, Rejected, Saga, Status, Step, Verb, begin, ddl, run
 from delivered.patterns.saga.definition import Entry, Event, next_of
 from delivered.patterns.saga.log import SAGAS, check_tables
 
@@ -46,11 +46,18 @@ def test_a_do_without_undo_is_refused_when_declared() -> None:
 @pytest.mark.parametrize(
     "name, steps",
     [("s", []), ("a b", [KEYED]), ("s", [KEYED, KEYED]), ("s", [step("a/b")]), ("s", [step("a", attempts_max=0)]),
-     ("s", [step("a", timeout_s=0)]), ("", [KEYED]), ("s", [step(str(n)) for n in range(65)])],
+     ("s", [step("a", timeout_s=0)]), ("s", [step("a", timeout_s=float("inf"))]),
+     ("", [KEYED]), ("s", [step(str(n)) for n in range(65)])],
 )  # fmt: skip
 def test_wrong_declarations_are_refused(name: str, steps: list[Step]) -> None:
     with pytest.raises(UsageError, match="SAGA_DECLARATION"):
         Saga(name, steps)
+
+
+def test_a_worker_keeps_a_saga_for_as_long_as_a_call_by_http_may_take() -> None:
+    slow = Http("http://service.invalid/", timeout_s=100)
+    for given in ({"do": slow}, {"undo": slow}):
+        assert Saga("s", [KEYED, step("slow", timeout_s=1, **given)]).lease_s > 100
 
 
 def test_keys_differ_and_are_printable() -> None:

@@ -85,6 +85,11 @@ def inbox(
     def committed() -> Exception:
         return InvariantBroken("INBOX_TRANSACTION_ENDED", id=values[1])
 
+    if caller.dialect == "postgres":  # an acknowledged message must survive a crash of the server
+        caller.execute(
+            "SELECT set_config('synchronous_commit', 'on', true) "
+            "WHERE current_setting('synchronous_commit') IN ('off', 'local')"
+        )
     with caller.savepoint(committed):
         try:
             name, row = caller.quoted(table), [*map(caller.exact, values)]

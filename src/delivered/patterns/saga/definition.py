@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import time
@@ -104,7 +105,8 @@ class Step:
         ask: whether `do` was done: `Done(result)`; None: it was not, and will not be any more.
         attempts_max: calls of `do`, and of `undo` until the saga is stuck.
         backoff_s: before the second attempt; doubles up to a minute.
-        timeout_s: the longest that one call may take. After that, another worker may take the saga over.
+        timeout_s: the longest that one call may take, or that of `Http` if it is longer. After that, another worker may
+            take the saga over.
     """
 
     name: str
@@ -124,6 +126,11 @@ class Step:
         check_argument("Step", "attempts_max", self.attempts_max, int, "a number", "..., attempts_max=5")
         for name in ("backoff_s", "timeout_s"):
             check_argument("Step", name, getattr(self, name), (int, float), "in seconds", f"..., {name}=60")
+
+    @property
+    def longest_s(self) -> float:
+        """Of a call."""
+        return max(self.timeout_s, *(getattr(f, "timeout_s", 0.0) for f in (self.do, self.undo, self.ask)))
 
     @property
     def repeatable(self) -> bool:
@@ -158,11 +165,11 @@ class Saga:
         for step in self.steps:
             if step.undo is None:
                 raise Refused("SAGA_UNDO_MISSING", step=step.name, name=self.name)
-            if step.attempts_max < 1 or step.timeout_s <= 0 or step.backoff_s < 0:
+            if step.attempts_max < 1 or not 0 < step.timeout_s < math.inf or not 0 <= step.backoff_s < math.inf:
                 raise _wrong(
                     self.name,
                     f"has a step {step.name!r} with attempts_max {step.attempts_max!r}, timeout_s {step.timeout_s!r}, "
-                    f"backoff_s {step.backoff_s!r}; at least 1, more than 0, and at least 0 are needed",
+                    f"backoff_s {step.backoff_s!r}; at least 1, more than 0, and at least 0 are needed, all finite",
                 )
 
     @property
@@ -172,7 +179,7 @@ class Saga:
 
     @property
     def lease_s(self) -> float:
-        return max(s.timeout_s for s in self.steps) + LEASE_MARGIN_S
+        return max(s.longest_s for s in self.steps) + LEASE_MARGIN_S
 
     def key(self, id: str, step: Step) -> str:  # noqa: A002
         """The idempotency key of a step: printable ASCII."""
