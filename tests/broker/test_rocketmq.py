@@ -205,6 +205,42 @@ def test_no_more_than_the_prefetch_is_held(rocketmq: Rocketmq) -> None:
     receiver.close()
 
 
+def test_brokers_take_turns(rocketmq: Rocketmq) -> None:
+    """One that always has messages does not keep another one's waiting; two topics stand for two brokers."""
+    busy, group = rocketmq.topic(), rocketmq.group()
+    quiet = rocketmq.topic()
+    rocketmq.send(busy, numbered(600))
+    rocketmq.send(quiet, [("id", b"quiet")])
+    receiver = RocketmqReceiver(parse(given(rocketmq, busy, group, prefetch="32")))  # one poll at a time
+    other = RocketmqReceiver(parse(given(rocketmq, quiet, group)))
+    receiver._sources |= {"quiet": next(iter(other._sources.values()))}
+    receiver._heartbeat_at = float("inf")  # which would look up the brokers again
+    other.close()
+    values: list[bytes | None] = []
+    deadline = time.monotonic() + 60
+    while b"quiet" not in values and time.monotonic() < deadline:
+        found = receiver.receive(100, 5)
+        values += found.values
+        receiver.acknowledge(found.handles)
+    receiver.close()
+    assert b"quiet" in values and len(values) < 300
+
+
+def test_queues_that_become_readable_are_received(rocketmq: Rocketmq, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a broker that was away at the start, or that the topic was added to."""
+    monkeypatch.setattr("delivered.connectors.rocketmq.queue._HEARTBEAT_S", 1.0)
+    topic, group = rocketmq.topic(), rocketmq.group()
+    rocketmq.send(topic, numbered(1))
+    receiver = RocketmqReceiver(parse(given(rocketmq, topic, group)))
+    readable, receiver._sources = receiver._sources, {}
+    deadline = time.monotonic() + 30
+    while not (found := receiver.receive(10, 1)).values and time.monotonic() < deadline:
+        pass
+    assert found.values == [b"message 0"] and list(receiver._sources) == list(readable)
+    receiver.acknowledge(found.handles)
+    receiver.close()
+
+
 def test_columns_of_a_message_that_the_library_sent(rocketmq: Rocketmq, tmp_path: Path) -> None:
     topic, group = rocketmq.topic("FIFO"), rocketmq.group(ordered=True)
     plain, tagged = rocketmq.topic(), rocketmq.group()

@@ -249,12 +249,28 @@ class Session:
     def _sign(self) -> Any:
         return self.library.Signature.metadata(self._config, self._id)
 
+    async def new_route(self) -> Sequence[Any]:
+        """The topic's queues now; their proxies know this session. Raises DeliveredError, TimeoutError, RpcError."""
+        queues = await self._ask_route()
+        for proxy in {self.library.RpcEndpoints(q.broker.endpoints): None for q in queues}:
+            if proxy not in self._streams:
+                try:
+                    await asyncio.wait_for(self._introduce(proxy), CONNECT_TIMEOUT_S)
+                except BaseException:
+                    self._streams.pop(proxy).cancel()
+                    raise
+                self.proxies.append(proxy)
+        return queues
+
     def _route(self) -> Sequence[Any]:
+        answer: Sequence[Any] = self.wait(self.run(self._ask_route()), left_s(CONNECT_TIMEOUT_S))
+        return answer
+
+    async def _ask_route(self) -> Sequence[Any]:
         asked = self.library.calls.QueryRouteRequest(
             topic=self.resource(self.options.topic), endpoints=self._config.rpc_endpoints.endpoints
         )
-        call = self.call(self._config.rpc_endpoints, "QueryRoute", asked, left_s(CONNECT_TIMEOUT_S))
-        answer = self.wait(self.run(call), left_s(CONNECT_TIMEOUT_S))
+        answer = await self.call(self._config.rpc_endpoints, "QueryRoute", asked, CONNECT_TIMEOUT_S)
         if answer.status.code != self.library.code.OK:
             raise self.error_of(answer.status)
         return list(answer.message_queues)
@@ -293,7 +309,7 @@ class Session:
             self.fail(self.explained(error))
 
     async def _end(self) -> None:
-        for proxy, stream in self._streams.items():
+        for proxy, stream in [*self._streams.items()]:
             with suppress(self.library.grpc.RpcError):
                 leaving = self.library.calls.NotifyClientTerminationRequest()
                 group = getattr(self.options, "group", None)

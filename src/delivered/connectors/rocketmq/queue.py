@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
@@ -154,16 +154,13 @@ class RocketmqReceiver(Receiver):
         self._options = options
         self._session = session = Session(options, self._describe)
         of = session.library.of
-        readable = [q for q in session.queues if q.permission in (of.READ, of.READ_WRITE)]
-        # One queue per broker represents all of its queues.
-        one_each = {q.broker.name: q for q in reversed(readable)}.values()
-        self._sources = [(session.library.RpcEndpoints(q.broker.endpoints), q) for q in one_each]
+        self._sources = self._readable(session.queues)
         self.ordered = bool(session.granted.subscription.fifo)
         self.takes_fifo = any(of.FIFO in q.accept_message_types for q in session.queues)
         self._arrived: deque[tuple[Held, Content]] = deque()
         self._held: dict[Held, None] = {}
         self._polls: dict[asyncio.Task[Any] | None, None] = {}
-        self._polling = 0
+        self._polling: Counter[str] = Counter()
         self._heartbeat_at = 0.0
         self._forgetful = False
 
@@ -231,22 +228,42 @@ class RocketmqReceiver(Receiver):
         entry.expression.type, entry.expression.expression = of.TAG, options.filter
         subscription.long_polling_timeout.seconds = int(_POLL_S)
 
+    def _readable(self, queues: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
+        """By broker: its proxy, and one queue, which represents all of the broker's."""
+        client, of = self._session.library, self._session.library.of
+        readable = [q for q in reversed(queues) if q.permission in (of.READ, of.READ_WRITE)]
+        return {q.broker.name: (client.RpcEndpoints(q.broker.endpoints), q) for q in readable}
+
+    async def _follow_route(self) -> None:
+        """Brokers that the topic was added to, or that were away at the start, are asked from now on."""
+        with suppress(DeliveredError, TimeoutError, self._session.library.grpc.RpcError):  # polls report an outage
+            sources = self._readable(await self._session.new_route())
+            with self._session.changed:
+                self._sources = sources
+
     def _poll(self) -> None:
-        """Request as many as may still be held; requested ones count as held."""
+        """Request as many as may still be held; requested ones count as held.
+
+        Brokers take turns: one that always has messages would else take every request.
+        """
         session = self._session
         with session.changed:
-            room = self._options.prefetch - len(self._held) - self._polling * _PER_POLL
-            wanted: list[tuple[tuple[Any, Any], int]] = []
-            for source in self._sources * _POLLS:
-                if self._polling < _POLLS * len(self._sources) and (room >= _PER_POLL or (room > 0 and not wanted)):
-                    count = min(_PER_POLL, room)
-                    wanted.append((source, count))
-                    self._polling += 1
-                    room -= count
-        for (proxy, queue), count in wanted:
-            session.run(self._take(proxy, queue, count))
+            room = self._options.prefetch - len(self._held) - self._polling.total() * _PER_POLL
+            wanted: list[tuple[str, tuple[Any, Any], int]] = []
+            while room >= _PER_POLL or (room > 0 and not wanted):
+                idle = [b for b in self._sources if self._polling[b] < _POLLS]
+                if not idle:
+                    break
+                broker = min(idle, key=lambda b: self._polling[b])
+                self._sources[broker] = source = self._sources.pop(broker)  # to the end
+                count = min(_PER_POLL, room)
+                wanted.append((broker, source, count))
+                self._polling[broker] += 1
+                room -= count
+        for broker, (proxy, queue), count in wanted:
+            session.run(self._take(broker, proxy, queue, count))
 
-    async def _take(self, proxy: Any, queue: Any, count: int) -> None:
+    async def _take(self, broker: str, proxy: Any, queue: Any, count: int) -> None:
         session, options = self._session, self._options
         task = asyncio.current_task()
         self._polls[task] = None
@@ -270,7 +287,7 @@ class RocketmqReceiver(Receiver):
         finally:
             self._polls.pop(task, None)
             with session.changed:
-                self._polling -= 1
+                self._polling[broker] -= 1
                 if not self._forgetful and any(forgetful(held.receipt) for held, _ in pairs):
                     self._forgetful = True
                     _LOG.warning(_FORGETFUL, options.endpoints)
@@ -319,6 +336,7 @@ class RocketmqReceiver(Receiver):
 
         for proxy in session.proxies:
             session.run(one_heartbeat(proxy))
+        session.run(self._follow_route())
 
     def _renew(self) -> None:
         """Renew the invisible time of messages that are about to expire."""
