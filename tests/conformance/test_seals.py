@@ -207,6 +207,10 @@ def _killed_server(name: str, request: pytest.FixtureRequest) -> tuple[Sink, Any
         kafka = request.getfixturevalue("mortal_kafka")
         return CONNECTOR.sink({"kafka.bootstrap.servers": kafka.bootstrap, "topic": kafka.topic()}), kafka.broker
     server = request.getfixturevalue(f"new_{name}")()
+    if name == "pulsar":
+        from delivered.connectors.pulsar import CONNECTOR as PULSAR
+
+        return PULSAR.sink({**server.options, "topic": server.topic()}), server.broker
     return server.sink(), server.broker
 
 
