@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyspark.sql.types import LongType, StructField, StructType, YearMonthIntervalType
 from tests.support.decided import checkpoint, decide, pipeline
 from typer.testing import CliRunner
 
@@ -27,6 +28,7 @@ from delivered.model.work import Owner
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import PROBES
 from delivered.planner import Refusal
+from delivered.spark.internals import to_arrow
 
 FILE = """\
 pipeline: orders
@@ -332,6 +334,12 @@ def test_what_is_no_session_or_frame_is_told(tmp_path: Path) -> None:
     for call in (pipeline(tmp_path).plan, pipeline(tmp_path).start):
         with pytest.raises(delivered.UsageError, match="SPARK_VALUE"):
             call("spark")  # type: ignore[arg-type]
+
+
+def test_a_type_that_no_row_brings_to_python_is_named_with_its_column() -> None:
+    fields = [StructField("id", LongType()), StructField("age", YearMonthIntervalType())]
+    with pytest.raises(delivered.UsageError, match=r"COLUMN_TYPE.*'age' has the type interval year.*cast\('string'\)"):
+        to_arrow(StructType(fields))
 
 
 def test_several_names_may_be_a_list() -> None:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import pyspark
 
-from delivered.model.errors import InvariantBroken, Refused
+from delivered.model.errors import InvariantBroken, Refused, UsageError
 from delivered.model.identity import SOURCE
 from delivered.spark import parsed
 
@@ -296,9 +296,20 @@ def hadoop_settings(spark: Any, location: str) -> dict[str, str]:
 
 @_touches("pyspark.sql.pandas.types.to_arrow_schema", "no format has columns")
 def to_arrow(schema: StructType) -> pa.Schema:
-    """Timestamps are in UTC."""
+    """Timestamps are in UTC.
+
+    Raises:
+        UsageError: rows with a column of this type do not reach Python.
+    """
     zone = {"timezone": "UTC"} if ADMITS else {}  # earlier versions know no other
-    columns: pa.Schema = import_module("pyspark.sql.pandas.types").to_arrow_schema(schema, **zone)
+    convert = import_module("pyspark.sql.pandas.types").to_arrow_schema
+    try:
+        columns: pa.Schema = convert(schema, **zone)
+    except TypeError:
+        for field in schema.fields if len(schema.fields) > 1 else ():
+            to_arrow(type(schema)([field]))  # raises, of the one that is meant
+        name, kind = schema.fields[-1].name, schema.fields[-1].dataType.simpleString()
+        raise UsageError("COLUMN_TYPE.UNSUPPORTED", column=name, type=kind, system="a sink in Python") from None
     return columns
 
 
