@@ -17,6 +17,7 @@ import psutil
 import pyarrow as pa
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
+from tests.support import decided
 from tests.support.decided import checkpoint, decide, pipeline
 
 import delivered
@@ -29,7 +30,7 @@ from delivered.model.translate import translated
 from delivered.model.work import Owner
 from delivered.pipeline.facts import check_source_checkpoints, check_start
 from delivered.pipeline.spec import Reading
-from delivered.pipeline.start import for_start
+from delivered.pipeline.start import for_start, record_query
 from delivered.planner import Plan, Refusal
 from delivered.spark.readers import StreamReader
 
@@ -146,6 +147,29 @@ def test_the_plan_says_what_the_next_batch_would_refuse(tmp_path: Path) -> None:
     assert answer.nearest is None
     weak.new_target = True
     assert code_of(weak.plan()) == "PLAN"
+
+
+@pytest.mark.checkpoint("the sink's `mode` or `keyColumns`", "continues", "an audit of the batches before is unknown")
+@pytest.mark.parametrize("changed", [False, True])
+def test_batches_written_in_another_mode_are_not_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    """Regression: a row that an upsert had replaced counted as lost once the sink appended."""
+    monkeypatch.setattr(decided, "offsets_of", lambda _: '{"version": 1, "offsets": {"0": 1}}')
+    made, before = pipeline(tmp_path), pipeline(tmp_path)
+    before.sinks = (before.sinks[0].with_options(mode="upsert", keyColumns="key"),)
+    sidecar.keep_first(made.checkpoint, lambda: {"version": 0, "offsets": {"0": 0}})
+    record_query(before if changed else made)
+    decide(made, 1, Owner("gone"))
+    checkpoint(made, 1)
+    with closing(sqlite3.connect(tmp_path / "out.db")) as connection, connection:
+        connection.execute("DELETE FROM orders")
+    for _ in range(2):
+        record_query(made)
+    assert sidecar.read_modes(made.checkpoint).changed == ({"orders": (0, "upsert by key")} if changed else {})
+    report = made.audit()
+    assert report.judged is not changed, report.unknowns
+    assert ("in another mode up to batch 0 (upsert by key; now append)" in str(report.unknowns)) is changed
 
 
 def test_a_new_checkpoint_is_refused_unless_accepted(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ from delivered.audit.request import (
 from delivered.audit.seal import Seal
 from delivered.audit.sealing import Seals, find_cut, read_account
 from delivered.checkpoint import batch_metadata, read_view
+from delivered.checkpoint.sidecar import read_modes
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import APPEND
@@ -252,6 +253,7 @@ def _compare(
         every = split_by_transform(visible, begin) if visible is not None else []
         if base is not None:
             begin, unsure = parsed(base.end), ""
+        unsure = unsure or _written_otherwise(request, scope, start.after)
         end = parsed(visible.offsets) if visible is not None else None
         ends = [(batch, parsed(text)) for batch, text in ledger.ends]
         # Behind a sharp cut, nothing of a later batch was read.
@@ -531,6 +533,18 @@ def _may_lack(request: AuditRequest, start: Start, base: Seal) -> bool:
     if start.behind or base.sink_end is None:  # what lies behind the position is accounted for otherwise
         return False
     return bool(base.unproved_until) or request.rejects or request.guarantee.may_lose
+
+
+def _written_otherwise(request: AuditRequest, scope: Scope, after: int) -> str:
+    """Why rows of batches after `after` may have been replaced, or not, otherwise than the sink writes now; empty: they
+    were not."""
+    batch, mode = read_modes(request.checkpoint).changed.get(scope.sink, (-1, ""))
+    if batch <= after:
+        return ""
+    return (
+        f"the sink wrote in another mode up to batch {batch} ({mode}; now {request.write_mode.says}): which rows of "
+        "these batches it must hold is not known"
+    )
 
 
 def _why_incomparable(

@@ -460,6 +460,45 @@ def keep_dedup(location: str, dedup: Dedup | None, *, fresh: bool, sink: str = "
     checkpoint.write_record(location, DEDUP_FILE, {"dedup": dedup.to_json() if dedup is not None else None, **place})
 
 
+# How each sink was written, stored in the checkpoint's sidecar, because an audit compares rows as they are written now.
+
+MODES_FILE = "delivered/write-modes.json"
+
+
+@dataclass(frozen=True)
+class WrittenModes:
+    """
+    Attributes:
+        now: sink -> mode since the newest start. changed: sink -> newest batch with another mode, and that mode.
+    """
+
+    now: Mapping[str, str]
+    changed: Mapping[str, tuple[int, str]]
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> WrittenModes:
+        return cls(dict(found["now"]), {n: (int(batch), str(mode)) for n, (batch, mode) in found["changed"].items()})
+
+
+def read_modes(location: str) -> WrittenModes:
+    """Raises InvariantBroken: the file is damaged. Unreachable: the checkpoint cannot be read."""
+    known = checkpoint.read_record(
+        location, MODES_FILE, "the modes of a checkpoint's sinks", WrittenModes.of, "REMOVED_SOURCES_DAMAGED"
+    )
+    return known or WrittenModes({}, {})
+
+
+def keep_modes(location: str, now: Mapping[str, str]) -> None:
+    """Store them, before the query starts. May be called again. Raises as `read_modes`."""
+    known, newest = read_modes(location), checkpoint.read_logged(location)[1]
+    changed = dict(known.changed)
+    if newest is not None:
+        changed |= {n: (newest, known.now[n]) for n, mode in now.items() if known.now.get(n, mode) != mode}
+    modes = {**known.now, **now}
+    if modes != known.now:
+        checkpoint.write_record(location, MODES_FILE, {"now": modes, "changed": changed})
+
+
 # Settings by which Spark divides a batch into shards, stored in the checkpoint's sidecar.
 #
 # Shards whose prepared rows expired are written again after a restart, and compared with the decided ones: a rerun must

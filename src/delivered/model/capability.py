@@ -117,6 +117,19 @@ class WriteMode:
         return self.insert or self.expected is not None
 
     @property
+    def says(self) -> str:
+        """What decides which rows remain, for display; equal for equal modes."""
+        kind = "complete" if self.complete else "insert" if self.insert else "upsert" if self.upserts else "append"
+        by = {
+            "by": self.keys_text,
+            "newest": self.version,
+            "deletes": self.delete,
+            "replacing": ", ".join(self.replaces),
+            "expecting": self.expected,
+        }
+        return " ".join([kind, *(f"{word} {columns}" for word, columns in by.items() if columns)])
+
+    @property
     def merges(self) -> bool:
         """Whether staged rows need more than an INSERT."""
         return self.upserts or self.conditional

@@ -42,11 +42,13 @@ def _initial(source: Source) -> Offsets:
 
 
 def record_query(pipeline: Definition) -> None:
-    """Store what the query that starts now must have in common with the next one: dedup, sources, the deciding sink."""
+    """Store what the query that starts now must have in common with the next one: dedup, sources, the deciding sink;
+    and how it writes."""
     sinks, fresh = pipeline.spec.open(), read_logged(pipeline.checkpoint)[0] is None
     sidecar.keep_dedup(pipeline.checkpoint, pipeline.dedup, fresh=fresh, sink=sinks.decider.name)
     sidecar.keep_removed(pipeline.checkpoint, pipeline.sources)
     sidecar.keep_decider(pipeline.checkpoint, sinks.decider.name, several=len(sinks.members) > 1)
+    sidecar.keep_modes(pipeline.checkpoint, {m.name: m.sink.capability().write.says for m in sinks.members})
 
 
 def read_to_its_end(
