@@ -56,6 +56,7 @@ def test_what_others_write_under_a_markers_key_does_not_hide_it(rig: Rig) -> Non
     assert context.committers.was_committed(rig.work(0), kept)
     forger.hold(marker_partition(rig.scope), (marker_key(rig.scope, 0), later))
     assert rig.committer().was_committed(rig.work(0), kept), "behind a transaction that another application leaves open"
+    assert rig.committer().visible_shards(0) == [0]
 
 
 def test_a_marker_that_may_have_been_overwritten_is_unknown(rig: Rig) -> None:

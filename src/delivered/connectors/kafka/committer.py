@@ -156,7 +156,8 @@ def find_visible(wire: Wire, topic: str, scope: Scope, batch: int) -> set[int]:
         for start in starts_from_the_end(CommittedReader(wire, topic, partition).end()):
             reader, earlier = CommittedReader(wire, topic, partition), False
             reader.position = start
-            for record in reader.read(time.monotonic() + RECOVERY_WAIT_S, ours=lambda r: r.key.startswith(prefix)):
+            # Not waiting: orphans were aborted, and what a late task has opened since is not visible.
+            for record in reader.read(time.monotonic() + RECOVERY_WAIT_S, ours=lambda _: False):
                 if not record.key.startswith(prefix) or (marker := _read_any(record)) is None:
                     continue
                 shard, incarnation, marked = marker
