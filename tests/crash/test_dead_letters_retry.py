@@ -181,6 +181,17 @@ def test_killed_under_a_weaker_guarantee(tmp_path: Path, guarantee: str, point: 
     assert found >= 1 if guarantee == "at_least_once" else found <= 1
 
 
+def test_a_stricter_guarantee_says_how_to_finish_a_killed_retry(tmp_path: Path) -> None:
+    keyless(tmp_path, "at_least_once")
+    file = tmp_path / "shop.yaml"
+    assert command(tmp_path, "retry", str(file), "--all", crash="batch.begin:after!kill")[0] == -signal.SIGKILL
+    stricter = (str(file), "--all", "--set", "guarantee=exactly_once")
+    code, said = command(tmp_path, "retry", *stricter)
+    assert (code, "DELIVERED_BATCH_BEGUN" in said, "repeated_batch: accept" in said) == (2, True, True)
+    assert command(tmp_path, "retry", *stricter, "--set", "repeated_batch=accept")[0] == 0
+    assert dead_letters(Pipeline.from_file(file)) == []
+
+
 @pytest.mark.parametrize("settle", [retry, drop])
 @pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
 def test_a_retry_that_another_started_meanwhile_is_finished_first(

@@ -39,6 +39,7 @@ SAGA = Saga("s", [Step("one", str, undo=str)])
         ("notify", "env:URL"),
         ("lineage", None),
         ("lost_records", 0),
+        ("repeated_batch", 0),
         ("master", 0),
         ("master", False),
         ("master", b""),

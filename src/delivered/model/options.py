@@ -527,6 +527,7 @@ _OPTION = re.compile(
 _SNAKE = {
     "missingLedger": "missing_ledger",
     "newCheckpoint": "new_checkpoint",
+    "repeatedBatch": "repeated_batch",
     "newTarget": "new_target",
     "lostRecords": "lost_records",
 }

@@ -47,7 +47,7 @@ from delivered.model.identity import DEAD_LETTERS, DEAD_RECORDS, Scope
 from delivered.model.limits import DEAD_LETTERS_BATCH_MAX, DEAD_LETTERS_MAX
 from delivered.model.rows import Origin, Rows, from_json_texts, reason_of
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Action, CheckpointView, Decision, LedgerState, ShardMessage, Started
+from delivered.model.work import Action, CheckpointView, Decision, LedgerState, ShardMessage, Started, Tolerance
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.spec import NO_INCARNATION
 
@@ -419,7 +419,8 @@ class DeadLetterQueue:
 
     def _open(self) -> closing[Context]:
         owner = new_owner(psutil.Process())
-        return closing(Context.open(self.sinks, self.scope, self._pipeline.guarantee, owner))
+        tolerance = Tolerance(repeated_batch=self._pipeline.repeated_batch)
+        return closing(Context.open(self.sinks, self.scope, self._pipeline.guarantee, owner, tolerance))
 
     def _unfinished(self, state: LedgerState) -> tuple[Decision | Started | None, _File | None]:
         pending = _pending(state)

@@ -84,7 +84,8 @@ def derive(pipeline: P, suffix: str, target: Endpoint) -> P:
     derived.checkpoint = f"{pipeline.checkpoint.rstrip('/')}/delivered/{derived.name}"
     derived.sinks = (target,)
     derived.trigger = AVAILABLE_NOW
-    derived.new_checkpoint = derived.missing_ledger = derived.new_target = derived.lost_records = False
+    derived.new_checkpoint = derived.missing_ledger = derived.repeated_batch = False
+    derived.new_target = derived.lost_records = False
     return derived
 
 

@@ -228,6 +228,7 @@ class Definition:
         conf, master: of the Spark session, if the pipeline makes one.
         new_checkpoint: start over although an earlier checkpoint wrote to this sink.
         missing_ledger: continue although the ledger lacks batches of this checkpoint.
+        repeated_batch: exactly_once may repeat a batch that a weaker guarantee began.
         new_target: continue although a sink's topic or table was dropped and recreated.
         lost_records: give up records of a decided batch that neither the sink nor the source still has.
         on_bad_row: for a row that a sink rejects, or for which the function of `delivered.arrow` raises, and for a
@@ -264,6 +265,7 @@ class Definition:
         master: str | None = None,
         new_checkpoint: bool = False,
         missing_ledger: bool = False,
+        repeated_batch: bool = False,
         new_target: bool = False,
         lost_records: bool = False,
         on_bad_row: str = "fail",
@@ -277,6 +279,7 @@ class Definition:
         flags: dict[str, object] = {
             "new_checkpoint": new_checkpoint,
             "missing_ledger": missing_ledger,
+            "repeated_batch": repeated_batch,
             "new_target": new_target,
             "lost_records": lost_records,
             "lineage": lineage,
@@ -315,7 +318,8 @@ class Definition:
         self.conf = {k: as_text(k, v) for k, v in (conf or {}).items()}
         configure(self.checkpoint, self.conf)
         self.master, self.new_checkpoint = master, new_checkpoint
-        self.missing_ledger, self.new_target, self.lost_records = missing_ledger, new_target, lost_records
+        self.missing_ledger, self.repeated_batch = missing_ledger, repeated_batch
+        self.new_target, self.lost_records = new_target, lost_records
         self.on_bad_row = _on_bad_row(on_bad_row, dead_letter)
         self.dead_letter, self.lineage = dead_letter, lineage
         data = (e for e in (*self.sources.values(), *self.all_sinks) if is_folder_of(self.checkpoint, e))
@@ -356,6 +360,7 @@ class Definition:
             master=file.master,
             new_checkpoint=file.new_checkpoint == "accept",
             missing_ledger=file.missing_ledger == "accept",
+            repeated_batch=file.repeated_batch == "accept",
             new_target=file.new_target == "accept",
             lost_records=file.lost_records == "accept",
             on_bad_row=file.on_bad_row,
@@ -383,7 +388,9 @@ class Definition:
             dead_letter=_sink_spec(letters) if letters is not None else None,
             on_bad_row=self.on_bad_row,
             checkpoint=self.checkpoint,
-            tolerance=Tolerance(self.new_checkpoint, self.missing_ledger, False, self.new_target, self.lost_records),
+            tolerance=Tolerance(
+                self.new_checkpoint, self.missing_ledger, self.repeated_batch, self.new_target, self.lost_records
+            ),
             transform=self.transform_version,
         )
 

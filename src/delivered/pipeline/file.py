@@ -221,6 +221,9 @@ class PipelineFile(BaseModel):
     missing_ledger: Literal["refuse", "accept"] = Field(
         "refuse", description="accept: continue although the ledger lacks batches of this checkpoint."
     )
+    repeated_batch: Literal["refuse", "accept"] = Field(
+        "refuse", description="accept: exactly_once may repeat a batch that a weaker guarantee began."
+    )
     new_target: Literal["refuse", "accept"] = Field(
         "refuse", description="accept: continue although a sink's topic or table was dropped and recreated."
     )
@@ -441,6 +444,7 @@ ENVIRONMENT = {
         "master",
         "new_checkpoint",
         "missing_ledger",
+        "repeated_batch",
         "new_target",
         "lost_records",
         "lineage",

@@ -50,6 +50,7 @@ def write_batch(
     checkpoint: str | Path | None = None,
     new_checkpoint: bool = False,
     missing_ledger: bool = False,
+    repeated_batch: bool = False,
     new_target: bool = False,
     lost_records: bool = False,
 ) -> None:
@@ -69,6 +70,7 @@ def write_batch(
         new_checkpoint: start over although an earlier checkpoint wrote to this sink.
         missing_ledger: continue although the ledger lacks batches of this checkpoint: they were written by other means,
             or not passed.
+        repeated_batch: exactly_once may repeat a batch that a weaker guarantee began.
         new_target: continue although the sink's topic or table was dropped and recreated.
         lost_records: give up records of a decided batch that neither the sink nor the source still has.
 
@@ -85,7 +87,7 @@ def write_batch(
         guarantee=Guarantee.parse(guarantee),
         sinks=(SinkSpec(sink.system, sink.connector_options, sink.name),),
         checkpoint=str(checkpoint) if checkpoint is not None else _checkpoint(df),
-        tolerance=Tolerance(new_checkpoint, missing_ledger, False, new_target, lost_records),
+        tolerance=Tolerance(new_checkpoint, missing_ledger, repeated_batch, new_target, lost_records),
         batch=batch_id,
     )
     option = replace(spec, batch=None).to_option()
@@ -102,6 +104,7 @@ def write_batch(
 _ARGUMENTS = {
     "newCheckpoint": "new_checkpoint",
     "missingLedger": "missing_ledger",
+    "repeatedBatch": "repeated_batch",
     "newTarget": "new_target",
     "lostRecords": "lost_records",
 }
