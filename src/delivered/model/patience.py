@@ -401,3 +401,32 @@ def patiently(
 def is_away(error: BaseException) -> bool:
     """Whether a server did not answer, and may come back."""
     return isinstance(error, Unreachable) and error.may_come_back
+
+
+# Executors of a cluster that has forgotten their application.
+
+LOST_S = 120.0
+"""A master that knows the application replaces its executors within seconds, and workers start again within these."""
+
+
+class Loss:
+    """How long a job has waited for executors, of an application that had some. One that waits for its first ones
+    waits, and one without jobs needs none: dynamic allocation gives them back."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._had = False
+
+    def is_final(self, count: int, jobs: int, now: float) -> bool:
+        """
+        Args:
+            count: of executors.
+            jobs: that run or wait.
+            now: in seconds.
+        """
+        self._had |= count > 0
+        if count > 0 or not jobs or not self._had:
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since
+        return now - self._since >= LOST_S

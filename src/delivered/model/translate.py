@@ -188,3 +188,29 @@ def _as_spark_says(error: BaseException) -> str:
     """The full text, even if hooks.py shortened it."""
     unwrapped = getattr(type(error).__str__, "__wrapped__", None)
     return str(error) if unwrapped is None else str(unwrapped(error))
+
+
+_ARGUMENTS = {
+    "newCheckpoint": "new_checkpoint",
+    "missingLedger": "missing_ledger",
+    "repeatedBatch": "repeated_batch",
+    "newTarget": "new_target",
+    "lostRecords": "lost_records",
+}
+"""Of `write_batch`, by the options that have the same effect on a stream."""
+
+
+def of_own_call(error: DeliveredError) -> DeliveredError:
+    """The same, with arguments of `write_batch` for options; it names mistakes of a user's function that look like
+    losses."""
+    code, message, step = error.args
+    for option, argument in _ARGUMENTS.items():
+        step = (step or "").replace(f'.option("{option}", "accept")', f"write_batch(..., {argument}=True)")
+    match error.code.removeprefix("DELIVERED_"):
+        case "LEDGER_BEHIND" if error.condition != "DECISION":
+            return errors.LedgerBehind("LEDGER_BEHIND.FOREACH_BATCH", reason=message, action=step)
+        case "LEDGER_MISSING":
+            return errors.LedgerBehind("LEDGER_MISSING.FOREACH_BATCH", reason=message, action=step)
+        case "REPLAY_DIFFERS":
+            return errors.ReplayDiffers("REPLAY_DIFFERS.FOREACH_BATCH", reason=message, action=step)
+    return type(error)(code, message, step or None)

@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from delivered.checkpoint.history import records_since
 from delivered.model.errors import UsageError, extra
 from delivered.model.options import check_http_url
 from delivered.model.work import STEPS
@@ -254,7 +256,70 @@ _OF_QUERIES = {
 }
 
 
-def query_families(totals: Mapping[str, Mapping[str, int]], newest: Mapping[str, Any]) -> Iterator[Metric]:
+_REPORTS = 100
+"""Batches that may end until Spark reports one: its events arrive later, on a thread of their own."""
+
+
+class QueryTotals:
+    """What the queries of this process have done; a collector of prometheus_client.
+
+    Queries are named by `queryName`, else by their id. Spark does not count rows of Python sinks (-1): those of a
+    pipeline come from the reports of its batches.
+
+    Args:
+        checkpoints: by query name, of the pipelines whose rows are counted.
+    """
+
+    def __init__(self, checkpoints: Mapping[str, str]) -> None:
+        self._checkpoints = checkpoints
+        self._began_ms = time.time_ns() // 1_000_000
+        self._lock = Lock()
+        self._names: dict[str, str] = {}
+        self._last: dict[str, Any] = {}
+        self._totals: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def started(self, query: str, name: str | None) -> None:
+        with self._lock:
+            self._names[query] = name or query
+
+    def progressed(self, progress: Any) -> None:
+        """Args: progress: Spark's report of a batch."""
+        name = progress.name or str(progress.id)
+        written = progress.sink.numOutputRows
+        if written < 0:
+            written = self._reported(name, progress.batchId)
+        with self._lock:
+            self._last[name] = progress
+            self._totals[name] += Counter(
+                batches=1,
+                input_rows=progress.numInputRows,
+                output_rows=written,
+                late_rows=sum(o.numRowsDroppedByWatermark for o in progress.stateOperators),
+            )
+
+    def _reported(self, name: str, batch: int) -> int:
+        """Rows that a batch wrote to all sinks; 0 if it was decided before, and nothing was written now."""
+        if name not in self._checkpoints:
+            return 0
+        return sum(records_since(self._checkpoints[name], self._began_ms, batch, newest=_REPORTS).values())
+
+    def terminated(self, query: str, failure: str | None) -> None:
+        with self._lock:
+            name = self._names.pop(query, query)
+            if failure is not None:
+                self._totals[name][FAILED] += 1
+            self._last.pop(name, None)
+
+    def describe(self) -> Sequence[Metric]:
+        return [*self.collect()]
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            newest, totals = dict(self._last), {n: Counter(c) for n, c in self._totals.items()}
+        yield from _query_families(totals, newest)
+
+
+def _query_families(totals: Mapping[str, Mapping[str, int]], newest: Mapping[str, Any]) -> Iterator[Metric]:
     """
     Args:
         totals: by query, what `_OF_QUERIES` names.

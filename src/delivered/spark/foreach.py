@@ -21,11 +21,11 @@ from delivered.checkpoint import recall, remember
 from delivered.engine.shard import may_send, write_shard
 from delivered.engine.transform import MESSAGE, unpack_message, without_rejected
 from delivered.model.capability import Guarantee
-from delivered.model.errors import DeliveredError, InvariantBroken, LedgerBehind, ReplayDiffers, UsageError
+from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.identity import checked_name
 from delivered.model.patience import serving_query
 from delivered.model.step import Moment, StepId, batch_of, reach
-from delivered.model.translate import translated
+from delivered.model.translate import of_own_call, translated
 from delivered.model.work import Action, ShardMessage, Tolerance
 from delivered.pipeline.batches import Batches
 from delivered.pipeline.endpoint import Endpoint
@@ -98,33 +98,7 @@ def write_batch(
             _checked.add(option)
         save_batch(replace(spec, store=recall(str(spec.checkpoint))), df, batch_id)
     except DeliveredError as error:
-        raise _of_own_call(error) from None
-
-
-_ARGUMENTS = {
-    "newCheckpoint": "new_checkpoint",
-    "missingLedger": "missing_ledger",
-    "repeatedBatch": "repeated_batch",
-    "newTarget": "new_target",
-    "lostRecords": "lost_records",
-}
-"""Of `write_batch`, by the options that have the same effect on a stream."""
-
-
-def _of_own_call(error: DeliveredError) -> DeliveredError:
-    """The same, with arguments of `write_batch` for options; it names mistakes of a user's function that look like
-    losses."""
-    code, message, step = error.args
-    for option, argument in _ARGUMENTS.items():
-        step = (step or "").replace(f'.option("{option}", "accept")', f"write_batch(..., {argument}=True)")
-    match error.code.removeprefix("DELIVERED_"):
-        case "LEDGER_BEHIND" if error.condition != "DECISION":
-            return LedgerBehind("LEDGER_BEHIND.FOREACH_BATCH", reason=message, action=step)
-        case "LEDGER_MISSING":
-            return LedgerBehind("LEDGER_MISSING.FOREACH_BATCH", reason=message, action=step)
-        case "REPLAY_DIFFERS":
-            return ReplayDiffers("REPLAY_DIFFERS.FOREACH_BATCH", reason=message, action=step)
-    return type(error)(code, message, step or None)
+        raise of_own_call(error) from None
 
 
 def save_batch(spec: PipelineSpec, df: DataFrame, batch_id: int) -> None:

@@ -29,9 +29,10 @@ import pyspark
 from pyspark.sql import SparkSession
 
 from delivered.engine.context import new_owner
-from delivered.machine import cache_folder, java_home
+from delivered.machine import cache_folder, java_home, prepare_environment
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.options import check_argument
+from delivered.model.patience import LOST_S, Loss
 from delivered.model.step import LOG_FORMAT, as_json
 from delivered.pipeline.registry import names
 from delivered.prefork import socket_folder, start_server, worker_python
@@ -117,22 +118,6 @@ def _register(spark: SparkSession, parent: SparkSession | None) -> None:
             spark.dataSource.register(type(f"Delivered_{name}", (DeliveredDataSource,), attributes))
 
 
-def prepare_environment(python: str | None = None) -> None:
-    """Set what a JVM reads at its start: JAVA_HOME; PYSPARK_PYTHON if unset, as workers would run the system's Python;
-    UTF-8 in place of ASCII, in which Java replaces other characters of file names by question marks.
-
-    Args:
-        python: interpreter of the workers; default: this one.
-
-    Raises:
-        DeliveredError: no Java 17 or newer, neither on the machine nor from the extra `java`.
-    """
-    os.environ["JAVA_HOME"] = str(java_home())
-    os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
-    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", python or sys.executable)
-    os.environ.update({"LC_ALL": "C.UTF-8"} if os.environ.get("LC_ALL") in ("C", "POSIX") else {})
-
-
 def session(name: str = "delivered", master: str | None = None, conf: Mapping[str, str] | None = None) -> SparkSession:
     """A session with every format registered.
 
@@ -211,8 +196,6 @@ def forked_workers(python: str) -> dict[str, str]:
 # killed and tells their drivers nothing, so that their jobs wait for executors for ever: Spark stops an application
 # only when a master says that it removed it (StandaloneAppClient).
 
-LOST_S = 120.0
-"""A master that knows the application replaces its executors within seconds, and workers start again within these."""
 _LOOK_S = 5.0
 
 _watched: set[str] = set()
@@ -233,29 +216,6 @@ def watch(spark: SparkSession) -> None:
 def why_ended() -> DeliveredError | None:
     """Why this process's session was ended here; None: it was not."""
     return _ended[-1] if _ended else None
-
-
-class Loss:
-    """How long a job has waited for executors, of an application that had some. One that waits for its first ones
-    waits, and one without jobs needs none: dynamic allocation gives them back."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-        self._had = False
-
-    def is_final(self, count: int, jobs: int, now: float) -> bool:
-        """
-        Args:
-            count: of executors.
-            jobs: that run or wait.
-            now: in seconds.
-        """
-        self._had |= count > 0
-        if count > 0 or not jobs or not self._had:
-            self._since = None
-            return False
-        self._since = now if self._since is None else self._since
-        return now - self._since >= LOST_S
 
 
 def _look(spark: SparkSession) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import signal
 import subprocess
 import threading
 import time
@@ -28,6 +27,7 @@ from delivered.checkpoint.history import SAMPLE_EVERY_S, Run, States, keep_run
 from delivered.contract.source import COORDINATES, Source
 from delivered.engine import Columns
 from delivered.engine.transform import Direct
+from delivered.machine import describe_exit
 from delivered.model.capability import Dedup
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.identity import SOURCE
@@ -313,14 +313,7 @@ class Jvm:
             status = self._process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
             return None
-        return DeliveredError("SPARK_ENDED", how=_how(status), memory=self._memory)
-
-
-def _how(status: int) -> str:
-    if status >= 0:
-        return f"exit code {status}"
-    name = signal.Signals(-status).name
-    return f"killed by {name}" + (", as by the system when memory runs out" if -status == signal.SIGKILL else "")
+        return DeliveredError("SPARK_ENDED", how=describe_exit(status), memory=self._memory)
 
 
 _threads: dict[threading.Thread, StreamingQuery] = {}
