@@ -165,10 +165,11 @@ _DIGITS_MAX = 19
 class ActivemqReceiver(Receiver):
     """Handles are (number of the connection, id for ACK), valid only on that connection."""
 
+    _seen_empty = False
+
     def __init__(self, options: ActivemqOptions) -> None:
         self._options = options
         self._number = 0
-        self._seen_empty = False
         self._session = self._open()
         # Of two headers of one name the client keeps the first. Artemis writes its own ack, which is the message's id,
         # after a sender's header of that name.
