@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from delivered.clients.kafka import PORT, NoAnswer, NotSent, Rejected
 from delivered.clients.kafka.channel import Channel, Pending, only, security, unreachable
-from delivered.model.errors import DeliveredError, Unreachable, UsageError, did_you_mean, extra
+from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError, did_you_mean
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import parse_addresses
 from delivered.model.patience import call_kind, left_s, patience_s, wait_out
@@ -95,8 +95,10 @@ class Wire:
 
     def __init__(self, client: Mapping[str, str]) -> None:
         self._security = security(client)
-        with extra("kafka"):
+        try:
             import kafka as _  # noqa: F401
+        except ImportError:
+            raise MissingExtra("kafka") from None
         self._servers = client["bootstrap.servers"]
         self._lock = threading.RLock()
         self._pid = os.getpid()
