@@ -32,7 +32,7 @@ from delivered.audit.continuation import (
     first_readable,
     repeated,
 )
-from delivered.audit.evidence import DedupCounts, LedgerAccount, count_retried
+from delivered.audit.evidence import DedupCounts, LedgerAccount, count_open, count_retried
 from delivered.audit.judge import (
     Result,
     account_for_compaction,
@@ -308,7 +308,8 @@ def _compare(
                 say("comparing the batches that gave up nothing")
                 optional = [*ranges.optional, *gave_up]
                 unexcused = comparison.compare(replace(ranges, must=complete, optional=optional)).result.counts.lost
-                unexcused = max(0, unexcused - ledger.dead_letters)
+                if unexcused and ledger.dead_letters and request.decided_by is not None:
+                    unexcused = max(0, unexcused - count_open(request.decided_by, scope, ledger))
     if findings.excluded:
         unsure = unsure or (
             f"{request.own!r} is not true for {findings.excluded:,} records that this pipeline sent: it does not "
@@ -341,9 +342,9 @@ def _compare(
     if mode == APPEND and request.keys is None:
         report = account_for_removed(report)
     if report.counts.damaged and ledger.dead_letters and request.decided_by is not None:
-        retried = count_retried(request.decided_by, scope)
-        report = account_for_dead_letters(report, ledger.dead_letters, retried, by_row=mode == APPEND)
-        report = account_for_retries(report, retried)
+        still_open = count_open(request.decided_by, scope, ledger)
+        report = account_for_dead_letters(report, still_open, by_row=mode == APPEND)
+        report = account_for_retries(report, sum(count_retried(request.decided_by, scope)))
     if report.counts.damaged:
         report = account_for_compaction(report, compacted, scan.compacted())
     known_versions = bool(request.transform_version) and all(r.transform for r in current)

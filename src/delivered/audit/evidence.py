@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
 from delivered.contract.sink import Committer, OpenTransaction, Sink
 from delivered.contract.source import Slice
-from delivered.engine import Sinks
+from delivered.engine import Sinks, read_dead_letters
 from delivered.engine.context import open_shared_ledger
 from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
@@ -440,16 +440,32 @@ def _projected(
         yield decision.projected(sink)
 
 
-def count_retried(sinks: Sinks, scope: Scope) -> int:
-    """Rows that retries of dead letters wrote to a sink, by their ledgers."""
+def count_open(sinks: Sinks, scope: Scope, ledger: LedgerAccount) -> int:
+    """How many dead letters at most are rows that a sink still lacks: not those in the dead-letter sink that name another
+    sink, nor as many as retries wrote to it."""
+    others: set[tuple[Any, ...]] = set()
+    names = {m.name for m in sinks.members if not m.dead_letters} - {scope.sink}
+    newest = ledger.history.last.batch if ledger.history.last is not None else -1
+    if names:
+        (letters,) = (m.sink for m in sinks.members if m.dead_letters)
+        with suppress(Exception):  # what cannot be read narrows nothing
+            for letter in read_dead_letters(letters, scope.pipeline, scope.incarnation):
+                if letter["sink"] in names and letter["batch"] <= newest:
+                    others.add(tuple(letter[name] for name in ("sink", "batch", "shard", "row")))
+    return max(0, ledger.dead_letters - len(others) - count_retried(sinks, scope)[0])
+
+
+def count_retried(sinks: Sinks, scope: Scope) -> tuple[int, int]:
+    """Rows that retries of dead letters wrote to a sink, by their ledgers: those that it had refused, and those of the
+    source's records."""
     (member,) = (m for m in sinks.members if m.name == scope.sink)
     every = Sinks.of([(m.name, m.sink, m.route) for m in sinks.members if not m.dead_letters])
-    count = 0
+    counts = []
     for group, suffix in ((Sinks.one(member.sink, member.name), DEAD_LETTERS), (every, DEAD_RECORDS)):
         with closing(open_shared_ledger(group, replace(scope, sink=group.decider.name).retries(suffix))) as ledger:
             last = ledger.look().last
-        count += 0 if last is None else last.projected(scope.sink).total.count
-    return count
+        counts.append(0 if last is None else last.projected(scope.sink).total.count)
+    return counts[0], counts[1]
 
 
 def _describe(transaction: OpenTransaction) -> str:

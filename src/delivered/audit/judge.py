@@ -258,23 +258,22 @@ def account_for_late(report: AuditReport, late: int, *, expired: bool) -> AuditR
     return replace(report, notes=(*report.notes, why))
 
 
-def account_for_dead_letters(report: AuditReport, dead_letters: int, retried: int, *, by_row: bool) -> AuditReport:
+def account_for_dead_letters(report: AuditReport, still_open: int, *, by_row: bool) -> AuditReport:
     """The report on a sink that did not get all rows which it accepts today: their dead letters are open, or dropped.
 
     Args:
-        dead_letters: of all batches, by the ledger.
-        retried: rows that retries wrote to the sink.
+        still_open: dead letters of all batches that are rows of this sink and were not retried, at most.
         by_row: the sink keeps each row. Else a dead letter may also be why there is an older row of its key.
     """
     prints, counts = report.fingerprints, report.counts
     undeleted = report.undeleted if report.undeleted == counts.unexpected else 0
     if by_row and prints is not None and prints.ledger is not None:
-        refused = min(prints.sent.count - prints.ledger.count - prints.given_up.count, dead_letters)
+        refused = min(prints.sent.count - prints.ledger.count - prints.given_up.count, still_open)
         differing, explained = counts.lost, [Damage.LOST]
         why = f"the lost records may be dead letters: the sink accepts {refused:,} more records now than the batches "
         why += "handed to it; `delivered dead-letters list --all` shows which ones were not retried"
     else:
-        refused, differing = dead_letters - retried, counts.lost + counts.altered + undeleted
+        refused, differing = still_open, counts.lost + counts.altered + undeleted
         explained = [Damage.LOST, Damage.ALTERED, *([Damage.UNEXPECTED] if undeleted else [])]
         why = f"the rows that differ may be those of dead letters: {refused:,} were not retried, by the ledger; "
         why += "`delivered dead-letters list --all` shows them"

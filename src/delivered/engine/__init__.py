@@ -27,6 +27,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 
@@ -92,6 +93,15 @@ def as_key_and_value(rows: pa.RecordBatch) -> pa.RecordBatch:
     texts = [json.dumps(row, ensure_ascii=False) for row in rows.to_pylist()]
     columns = [rows.column(0).cast(pa.binary()), pa.array([t.encode() for t in texts], pa.binary())]
     return pa.RecordBatch.from_arrays(columns, names=["key", "value"])
+
+
+def read_dead_letters(sink: Sink, pipeline: str, incarnation: str) -> Iterator[Mapping[str, Any]]:
+    """Those that batches wrote to a dead-letter sink, either way; an at_least_once pipeline may have written one twice."""
+    scan = sink.scan().planned()
+    for row in (r for piece in scan.slices() for batch in scan.read(piece) for r in batch.to_pylist()):
+        fields = row if "record" in row else json.loads(row["value"])
+        if (fields["pipeline"], fields["incarnation"]) == (pipeline, incarnation):
+            yield fields
 
 
 @dataclass(frozen=True)

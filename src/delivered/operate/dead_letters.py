@@ -37,7 +37,7 @@ from pyarrow import fs
 from delivered.checkpoint import open_folder, read_logged, read_record, write_record
 from delivered.contract.sink import Sink
 from delivered.contract.source import COORDINATES, Source
-from delivered.engine import Sinks
+from delivered.engine import Sinks, read_dead_letters
 from delivered.engine.context import Context, new_owner
 from delivered.engine.runner import Runner
 from delivered.engine.shard import find_reasons, validate, write_shard
@@ -251,13 +251,10 @@ def _in_sink(pipeline: Definition, incarnation: str) -> Iterator[DeadLetter]:
     """Those in the dead-letter sink."""
     if pipeline.dead_letter is None or incarnation == NO_INCARNATION:
         return
-    scan = pipeline.dead_letter.sink().scan().planned()
-    for row in (r for piece in scan.slices() for batch in scan.read(piece) for r in batch.to_pylist()):
-        fields = row if "record" in row else json.loads(row["value"])
-        if (fields["pipeline"], fields["incarnation"]) == (pipeline.name, incarnation):
-            where = {n: fields[n] for n in ("batch", "shard", "topic", "partition", "offset")}
-            name = letter_id(fields["sink"], fields["batch"], fields["shard"], fields["row"])
-            yield DeadLetter(name, fields["sink"], fields["reason"], record=fields["record"], **where)
+    for fields in read_dead_letters(pipeline.dead_letter.sink(), pipeline.name, incarnation):
+        where = {n: fields[n] for n in ("batch", "shard", "topic", "partition", "offset")}
+        name = letter_id(fields["sink"], fields["batch"], fields["shard"], fields["row"])
+        yield DeadLetter(name, fields["sink"], fields["reason"], record=fields["record"], **where)
 
 
 def letter_id(*parts: Any) -> str:

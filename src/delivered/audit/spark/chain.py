@@ -21,7 +21,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 
 from delivered.audit.account import Progress, reason
-from delivered.audit.evidence import Damage, Verdict, count_retried
+from delivered.audit.evidence import Damage, Verdict, count_open
 from delivered.audit.judge import account_for_compaction, account_for_dead_letters, contradictions
 from delivered.audit.local import chosen_sink
 from delivered.audit.report import AuditReport, ChainReport, Segment
@@ -357,7 +357,7 @@ def _compare(
     )
     report = replace(report, unknowns=(*contradictions(report), *_unknowns(hops, report)))
     if result.counts.damaged:
-        report = account_for_dead_letters(report, *_dead_letters(hops), by_row=False)
+        report = account_for_dead_letters(report, _open_dead_letters(hops), by_row=False)
         removes = [why for hop in hops for why in hop.request.sink.scan().compacted()]
         report = account_for_compaction(report, hops[0].read.sources.compacted(), removes)
     # Beside what the sink holds: what is still on its way to it.
@@ -365,14 +365,15 @@ def _compare(
     return report, max(source_end + waits - result.counts.in_progress, 0)
 
 
-def _dead_letters(hops: Sequence[_Hop]) -> tuple[int, int]:
-    """Of all hops, and those that were retried, by the ledgers."""
-    dead_letters = retried = 0
+def _open_dead_letters(hops: Sequence[_Hop]) -> int:
+    """Of all hops, at most."""
+    still_open = 0
     for hop in hops:
         request, scope = hop.request, Scope(hop.pipeline.name, hop.request.named_sink, hop.report.incarnation)
-        if (count := read_account(request, scope).dead_letters) and request.decided_by is not None:
-            dead_letters, retried = dead_letters + count, retried + count_retried(request.decided_by, scope)
-    return dead_letters, retried
+        ledger = read_account(request, scope)
+        if ledger.dead_letters and request.decided_by is not None:
+            still_open += count_open(request.decided_by, scope, ledger)
+    return still_open
 
 
 def _given_up(report: AuditReport) -> int:

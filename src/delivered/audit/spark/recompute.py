@@ -22,7 +22,7 @@ from pyspark.sql.types import DecimalType, DoubleType, FloatType, StructType, Ti
 from pyspark.sql.window import Window
 
 from delivered.audit.continuation import Cut
-from delivered.audit.evidence import Counts, Damage, LedgerAccount, Sample, count_retried
+from delivered.audit.evidence import Counts, Damage, LedgerAccount, Sample, count_open
 from delivered.audit.judge import (
     ALL,
     MISSING,
@@ -208,8 +208,7 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
     all_caveats = [*_of_ledger(request, ledger, read, unsure), *removed, *caveats]
     report = account_for_recompute(report, all_caveats, columns, comparison.identified_by, expected.ran)
     if counts.damaged and ledger.dead_letters and request.decided_by is not None:
-        retried = count_retried(request.decided_by, scope)
-        report = account_for_dead_letters(report, ledger.dead_letters, retried, by_row=False)
+        report = account_for_dead_letters(report, count_open(request.decided_by, scope, ledger), by_row=False)
     if request.sealing is None:
         return report
     seals = Seals(request, scope)
