@@ -441,8 +441,8 @@ def _projected(
 
 
 def count_open(sinks: Sinks, scope: Scope, ledger: LedgerAccount) -> int:
-    """How many dead letters at most are rows that a sink still lacks: not those in the dead-letter sink that name another
-    sink, nor as many as retries wrote to it."""
+    """How many dead letters at most are rows that a sink still lacks: without those in the dead-letter sink that name
+    another sink, and without as many as retries wrote to it."""
     others: set[tuple[Any, ...]] = set()
     names = {m.name for m in sinks.members if not m.dead_letters} - {scope.sink}
     newest = ledger.history.last.batch if ledger.history.last is not None else -1

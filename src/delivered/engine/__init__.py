@@ -96,7 +96,7 @@ def as_key_and_value(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def read_dead_letters(sink: Sink, pipeline: str, incarnation: str) -> Iterator[Mapping[str, Any]]:
-    """Those that batches wrote to a dead-letter sink, either way; an at_least_once pipeline may have written one twice."""
+    """Those that batches wrote to a dead-letter sink, by either route. Under at_least_once, some may be there twice."""
     scan = sink.scan().planned()
     for row in (r for piece in scan.slices() for batch in scan.read(piece) for r in batch.to_pylist()):
         fields = row if "record" in row else json.loads(row["value"])
