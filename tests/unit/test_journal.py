@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
+import shutil
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.journal import messages, open_log, race
@@ -164,6 +169,53 @@ for at in range(0, 300, step):
     running = [subprocess.Popen([sys.executable, "-c", code, str(log), str(step)], cwd=Path()) for step in (7, 20, 50)]
     assert [process.wait(120) for process in running] == [0, 0, 0]
     assert sorted(values(log)) == sorted(f"value of m{n}".encode() for n in range(300))
+
+
+def test_a_receiver_stopped_with_the_lock_holds_up_the_others_once(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: they waited for ever, and could not be stopped."""
+    monkeypatch.setattr(produce, "_LOCK_PATIENCE_S", 0.3)
+    journal = open_log(log)
+    with (log / "_delta_log" / produce._LOCK).open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        took = []
+        for n in range(2):
+            started = time.monotonic()
+            done = Future[Any]()
+            threading.Thread(target=lambda n=n, f=done: f.set_result(journal.append(messages(f"{n}"))), daemon=True).start()
+            assert done.result(20) == Ok(Entered(1, 0))
+            took.append(time.monotonic() - started)
+    assert took[0] >= 0.3 > took[1]
+    assert journal.append(messages("2")) == Ok(Entered(1, 0))
+    assert journal._lock_patience_s == 0.3, "it waits for a lock that is given back"
+
+
+def copy_over(log: Path, older: Path) -> None:
+    log.rename(older.with_name("former"))
+    older.rename(log)
+    for n in range(5):  # more commits than before
+        steal(log, f"other {n}")
+
+
+def restore(log: Path, older: Path) -> None:
+    del older
+    DeltaTable(str(log)).restore(1)
+
+
+@pytest.mark.parametrize(("replace", "reason"), [(copy_over, "Another folder"), (restore, "Version 4 of the log")])
+def test_a_log_taken_back_while_receiving_acknowledges_nothing(log: Path, replace: Any, reason: str) -> None:
+    """Regression: messages that the log had lost counted as known, and new ones left a gap in its offsets."""
+    journal, older = open_log(log), log.with_name("older")
+    journal.append(messages("a"))
+    shutil.copytree(log, older)
+    journal.append(messages("b"))
+    journal.append(messages("c"))
+    replace(log, older)
+    for batch in (messages("b"), messages("d")):
+        outcome = journal.append(batch)
+        assert isinstance(outcome, Failed)
+        assert reason in outcome.reason
+    assert open_log(log).append(messages("a", "b", "d")) == Ok(Entered(2, 1))
+    assert {b"value of a", b"value of b", b"value of d"} <= set(values(log))
 
 
 @pytest.mark.parametrize("landed", [False, True])

@@ -11,6 +11,7 @@ import pytest
 from tests.support.journal import messages, open_log
 
 import delivered
+from delivered.connectors.log import table
 from delivered.connectors.log.table import Receivers
 from delivered.contract.source import Entered
 from delivered.model.errors import Unreachable, UsageError
@@ -173,16 +174,44 @@ def test_what_needs_no_receiver_says_so() -> None:
 
 def test_a_log_receives_from_one_queue(tmp_path: Path) -> None:
     """Regression: a message of another queue with a known id was acknowledged, and not in the log."""
-    journal, queue = open_log(tmp_path / "log"), "rabbitmq orders"
+    journal, queue = open_log(tmp_path / "log"), "rabbitmq %2F/orders"
     journal.append(messages("1", "2"))
     assert Receivers(str(tmp_path / "log"), {}).queue(queue) == queue
     assert open_log(tmp_path / "log").append(messages("1", "3")) == Ok(Entered(1, 1))
     options = {"url": "amqp://127.0.0.1:1/", "queue": "payments", "log": str(tmp_path / "log")}
-    with pytest.raises(UsageError, match=r"LOG_OF_ANOTHER_QUEUE.*of rabbitmq orders. A message of rabbitmq payments"):
+    with pytest.raises(UsageError, match=r"LOG_OF_ANOTHER_QUEUE.*of rabbitmq %2F/orders. A message of rabbitmq %2F/pay"):
         receive_one("rabbitmq", options, 0, lambda: True)
+    with pytest.raises(UsageError, match="A message of rabbitmq shop/orders with"):
+        receive_one("rabbitmq", {**options, "url": "amqp://127.0.0.1:1/shop", "queue": "orders"}, 0, lambda: True)
     with pytest.raises(Unreachable):
         receive_one("rabbitmq", {**options, "queue": "orders"}, 0, lambda: True)
     (tmp_path / "log" / "_queue" / "queue.json").unlink()
     with pytest.raises(Unreachable):
         receive_one("rabbitmq", options, 0, lambda: True)
-    assert Receivers(str(tmp_path / "log"), {}).queue(queue) == "rabbitmq payments"
+    assert Receivers(str(tmp_path / "log"), {}).queue(queue) == "rabbitmq %2F/payments"
+
+
+def test_the_first_of_two_receivers_names_the_queue_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: both of two that started at the same moment filled the log."""
+    open_log(tmp_path / "log")
+    receivers, put, answers = Receivers(str(tmp_path / "log"), {}), table.put, list[str]()
+
+    def second(*arguments: Any) -> None:
+        monkeypatch.setattr(table, "put", put)
+        answers.append(receivers.queue("second"))
+        put(*arguments)
+
+    monkeypatch.setattr(table, "put", second)
+    assert [receivers.queue("first"), *answers, receivers.queue("third")] == ["second"] * 3
+    assert [p.name for p in (tmp_path / "log" / "_queue").iterdir()] == ["queue.json"]
+    (tmp_path / "log" / "_queue" / "queue.json").write_text("")  # a power failure
+    assert [receivers.queue("first"), receivers.queue("second")] == ["first"] * 2
+
+
+def test_groups_of_a_topic_receive_the_same_messages() -> None:
+    def scope(**more: str) -> str:
+        given = {"endpoints": "h:8081", "topic": "orders", "group": "a", "log": "/x", **more}
+        return find_received("rocketmq", given).queue.id_scope
+
+    assert scope() == scope(group="b") == "orders"
+    assert scope(namespace="shop") == "shop/orders"

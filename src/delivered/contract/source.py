@@ -536,6 +536,11 @@ class Queue(ABC):
         """For users; also the default name of its journal."""
 
     @property
+    def id_scope(self) -> str:
+        """Within what a message id names one message, apart from the broker's address: two queues of one name differ."""
+        return self.name
+
+    @property
     @abstractmethod
     def redelivers_after_s(self) -> float:
         """How long after a message was received the queue may redeliver it, if its receiver died or hangs."""

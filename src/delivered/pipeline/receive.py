@@ -246,7 +246,7 @@ def receive_one(
     settings = {"readers": made.readers, "keep_s": made.keep_s, "upkeep": number == 0}
     window = {"window_size": made.window, "dedup_for_ms": made.dedup_for_ms}
     journal = open_journal(made.log, storage, partitions=made.partitions, **window, **settings)
-    queue = f"{source.system} {source.queue.name}"
+    queue = f"{source.system} {source.queue.id_scope}"
     if (former := open_receivers(made.log, storage).queue(queue)) != queue:
         raise UsageError("LOG_OF_ANOTHER_QUEUE", log=made.log, former=former, queue=queue)
     bad = made.log.rstrip("/") + QUARANTINE_SUFFIX

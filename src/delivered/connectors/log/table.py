@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import random
+import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,6 +282,7 @@ def read_progress(path: str, storage: Mapping[str, str], reader: str) -> dict[in
 _FOLDER = "_receivers"
 _QUEUE = "_queue", "queue"
 """Folder and name of the file that names the queue."""
+_QUEUE_SETTLES_S = 1.0
 
 
 class Receivers:
@@ -310,12 +314,34 @@ class Receivers:
         put(self._path, self._storage, _FOLDER, report.name, report.to_json())
 
     def queue(self, name: str) -> str:
-        """The queue that fills the log, by the first receiver that asked; this one, if none has."""
+        """The queue that fills the log, by the first receiver that asked; this one, if none has.
+
+        In an object store the last of several that ask at the same moment: each waits for the others before it looks.
+        """
+        if (known := self._queue()) is not None:
+            return known
+        (folder, file), text = _QUEUE, json.dumps(with_format({"queue": name}))
+        if not self.local:
+            put(self._path, self._storage, folder, file, text)
+            time.sleep(_QUEUE_SETTLES_S)
+            return self._queue() or name
+        draft = f"{file}-{uuid.uuid4().hex}"
+        put(self._path, self._storage, folder, draft, text)
+        at = Path(self._path) / folder
+        try:
+            os.link(at / f"{draft}.json", at / f"{file}.json")  # unlike a rename, replaces none
+        except FileExistsError:
+            if self._queue() is None:  # torn by a power failure
+                os.replace(at / f"{draft}.json", at / f"{file}.json")
+        finally:
+            (at / f"{draft}.json").unlink(missing_ok=True)
+        return self._queue() or name
+
+    def _queue(self) -> str | None:
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             text = filesystem(self._path, self._storage).open_input_stream("/".join(_QUEUE) + ".json").readall()
             return str(without_format(json.loads(text), "the queue of a log")["queue"])
-        put(self._path, self._storage, *_QUEUE, json.dumps(with_format({"queue": name})))
-        return name
+        return None
 
     def remove(self, report: ReceiverReport) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import ClassVar
+from urllib.parse import unquote, urlsplit
 
 from delivered.contract.connector import Connector, Factory
 from delivered.kits.options import (
@@ -51,6 +52,10 @@ class Place(BrokerOptions, TlsOptions):
     @property
     def tls(self) -> bool:
         return self.url.startswith("amqps")
+
+    @property
+    def vhost(self) -> str:
+        return unquote(urlsplit(self.url).path[1:]) or "/"
 
     @property
     def target(self) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 
@@ -140,6 +141,10 @@ class RabbitmqQueue(Queue):
     @property
     def name(self) -> str:
         return self.options.queue
+
+    @property
+    def id_scope(self) -> str:
+        return f"{quote(self.options.vhost, safe='')}/{self.options.queue}"
 
     @property
     def redelivers_after_s(self) -> float:

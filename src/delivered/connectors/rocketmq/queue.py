@@ -468,6 +468,11 @@ class RocketmqQueue(Queue):
         return f"{self.options.topic} ({self.options.group})"
 
     @property
+    def id_scope(self) -> str:
+        """Groups of a topic get the same messages."""
+        return "/".join(x for x in (self.options.namespace, self.options.topic) if x)
+
+    @property
     def redelivers_after_s(self) -> float:
         return self.options.invisible_s
 
