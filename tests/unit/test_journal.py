@@ -181,7 +181,9 @@ def test_a_receiver_stopped_with_the_lock_holds_up_the_others_once(log: Path, mo
         for n in range(2):
             started = time.monotonic()
             done = Future[Any]()
-            threading.Thread(target=lambda n=n, f=done: f.set_result(journal.append(messages(f"{n}"))), daemon=True).start()
+            threading.Thread(
+                target=lambda n=n, f=done: f.set_result(journal.append(messages(f"{n}"))), daemon=True
+            ).start()
             assert done.result(20) == Ok(Entered(1, 0))
             took.append(time.monotonic() - started)
     assert took[0] >= 0.3 > took[1]

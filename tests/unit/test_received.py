@@ -179,7 +179,9 @@ def test_a_log_receives_from_one_queue(tmp_path: Path) -> None:
     assert Receivers(str(tmp_path / "log"), {}).queue(queue) == queue
     assert open_log(tmp_path / "log").append(messages("1", "3")) == Ok(Entered(1, 1))
     options = {"url": "amqp://127.0.0.1:1/", "queue": "payments", "log": str(tmp_path / "log")}
-    with pytest.raises(UsageError, match=r"LOG_OF_ANOTHER_QUEUE.*of rabbitmq %2F/orders. A message of rabbitmq %2F/pay"):
+    with pytest.raises(
+        UsageError, match=r"LOG_OF_ANOTHER_QUEUE.*of rabbitmq %2F/orders. A message of rabbitmq %2F/pay"
+    ):
         receive_one("rabbitmq", options, 0, lambda: True)
     with pytest.raises(UsageError, match="A message of rabbitmq shop/orders with"):
         receive_one("rabbitmq", {**options, "url": "amqp://127.0.0.1:1/shop", "queue": "orders"}, 0, lambda: True)

@@ -537,7 +537,7 @@ class Queue(ABC):
 
     @property
     def id_scope(self) -> str:
-        """Within what a message id names one message, apart from the broker's address: two queues of one name differ."""
+        """Within what a message id names one message, whatever the broker's address."""
         return self.name
 
     @property

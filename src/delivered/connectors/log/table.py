@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import random
 import time
 import uuid
@@ -325,16 +324,16 @@ class Receivers:
             put(self._path, self._storage, folder, file, text)
             time.sleep(_QUEUE_SETTLES_S)
             return self._queue() or name
-        draft = f"{file}-{uuid.uuid4().hex}"
-        put(self._path, self._storage, folder, draft, text)
-        at = Path(self._path) / folder
+        put(self._path, self._storage, folder, draft := f"{file}-{uuid.uuid4().hex}", text)
+        folder_path = Path(self._path) / folder
+        target, source = folder_path / f"{file}.json", folder_path / f"{draft}.json"
         try:
-            os.link(at / f"{draft}.json", at / f"{file}.json")  # unlike a rename, replaces none
-        except FileExistsError:
-            if self._queue() is None:  # torn by a power failure
-                os.replace(at / f"{draft}.json", at / f"{file}.json")
+            target.hardlink_to(source)  # unlike a rename, replaces none
+        except OSError:  # another receiver's; torn by a power failure; or a file system without links
+            if self._queue() is None:
+                source.replace(target)
         finally:
-            (at / f"{draft}.json").unlink(missing_ok=True)
+            source.unlink(missing_ok=True)
         return self._queue() or name
 
     def _queue(self) -> str | None:
