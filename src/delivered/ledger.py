@@ -334,10 +334,13 @@ class Swap:
 
     Attributes:
         new, kept: without schema, not quoted.
+        retries: ledger of retried dead letters, and its newest batch when both tables were compared; None: they were
+            not.
     """
 
     new: str
     kept: str
+    retries: tuple[Scope, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tests.support.sweeps import sweep
 from delivered.checkpoint import sidecar
 from delivered.connectors.log import append
 from delivered.entry import Pipeline
-from delivered.model.errors import Refused
+from delivered.model.errors import DeliveredError, Refused
 from delivered_lab.verify.loop import Loop
 
 SWAP = """
@@ -30,7 +30,7 @@ Pipeline.from_file(sys.argv[1]).rebuild(sys.argv[2]).swap()
 """
 
 
-def ran(postgres: Any, folder: Path, mechanism: str) -> tuple[Path, str]:
+def ran(postgres: Any, folder: Path, mechanism: str, **sink: Any) -> tuple[Path, str]:
     """A pipeline that ran and stopped, and its table, in a schema of its own."""
     append(str(folder / "log"), pa.table({"key": [b"1", b"2"], "value": [b"a", b"b"]}))
     table = f"s{postgres.table(None)}.orders"
@@ -40,7 +40,7 @@ def ran(postgres: Any, folder: Path, mechanism: str) -> tuple[Path, str]:
         "source": {"format": "log", "path": str(folder / "log")}, "transform": {"select": ["key", "value"]},
         "sinks": [{"format": "postgres", "url": postgres.url, "dbtable": table, "ifNotExists": True}],
     }  # fmt: skip
-    pipeline["sinks"][0]["mechanism"] = mechanism
+    pipeline["sinks"][0] |= {"mechanism": mechanism, **sink}
     file = folder / "shop.yaml"
     file.write_text(json.dumps(pipeline))
     loop = Loop(file)
@@ -69,6 +69,28 @@ def test_a_swap_is_killed_and_goes_on(postgres: Any, tmp_path: Path, mechanism: 
     append(str(tmp_path / "log"), pa.table({"key": [b"3"], "value": [b"c"]}))
     Loop(file).run(takeover=False)  # goes on in the new table
     assert postgres.execute(f"SELECT count(*) FROM {table}") == [(4,)]
+
+
+def test_retries_of_dead_letters_do_not_stay_with_the_old_table(postgres: Any, tmp_path: Path) -> None:
+    file, table = ran(postgres, tmp_path, "two_phase", onConstraint="dead_letter")
+    schema = table.split(".")[0]
+    postgres.execute(f"ALTER TABLE {table} ADD CONSTRAINT one UNIQUE (key)")
+    append(str(tmp_path / "log"), pa.table({"key": [b"1"], "value": [b"again"]}))
+    Loop(file).run(takeover=False)
+    postgres.execute(f"CREATE TABLE {schema}.fresh (LIKE {table} INCLUDING ALL)")
+    postgres.execute(f"ALTER TABLE {table} DROP CONSTRAINT one")
+    made = Pipeline.from_file(file).rebuild("fresh")
+    Loop(made.pipeline).run(takeover=False)
+    assert made.compare().equal
+    command = [sys.executable, "-m", "delivered.cli.main", "dead-letters", "retry", str(file), "--all"]
+    killed = {**os.environ, "DELIVERED_CRASH": "write.prepare:after!kill", "DELIVERED_CRASH_DIR": str(tmp_path)}
+    subprocess.run(command, env=killed, check=False)
+    with pytest.raises(Refused, match="REBUILD_UNFINISHED"):
+        made.swap()
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.startswith("1 retried")
+    with pytest.raises(DeliveredError, match="REBUILD_RETRIED"):
+        made.swap()
+    assert postgres.execute(f"SELECT count(*) FROM {table}") == [(3,)]
 
 
 def test_a_table_that_a_view_reads_is_refused(postgres: Any, tmp_path: Path) -> None:

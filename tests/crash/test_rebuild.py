@@ -26,6 +26,7 @@ from delivered.entry import Pipeline
 from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.step import RECOVERY, STEPS, Mechanism, Moment, StepId
+from delivered.operate.dead_letters import retry
 from delivered.operate.replay import Rebuild
 from delivered_lab.verify.loop import Loop
 
@@ -204,6 +205,27 @@ sys.stdin.read()
         p.kill()
     made.swap()
     assert values(ran) == ALL
+
+
+def test_dead_letters_retried_after_the_comparison_are_not_left_behind(tmp_path: Path) -> None:
+    file = described(tmp_path, onConstraint="dead_letter")
+    execute(tmp_path, "CREATE TABLE orders (key, value); CREATE UNIQUE INDEX one ON orders (key)")
+    append(str(tmp_path / "in"), pa.table({"key": [b"1"], "value": [b"second"]}), partition_by=2)
+    loop = Loop(file)
+    sidecar.keep_first(loop.pipeline.checkpoint, loop.batches.source.driver().initial)
+    loop.run(takeover=False)
+    execute(tmp_path, "CREATE TABLE fresh (key, value); CREATE UNIQUE INDEX two ON fresh (key); DROP INDEX one")
+    made = rebuilt(tmp_path)
+    assert made.compare().equal
+    assert retry(Pipeline.from_file(file)).settled == {"orders": 1}
+    with pytest.raises(DeliveredError, match="REBUILD_RETRIED"):
+        made.swap()
+    assert tables(tmp_path) == {"orders", "fresh"}
+    assert values(tmp_path)[b"second"] == 1
+    again = rebuilt(tmp_path)
+    assert str(again.compare()) == "the old table has 91 rows, the new one 90"
+    again.swap()  # as the operator wants it
+    assert tables(tmp_path) == {"orders", again.kept}
 
 
 def test_tables_that_differ_are_told(ran: Path) -> None:

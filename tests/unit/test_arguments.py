@@ -103,6 +103,7 @@ def test_a_pipeline(name: str, value: object) -> None:
         (lambda: run(SAGA), "where"),
         (lambda: run(Log("sqlite:///sagas.db"), "s"), "saga"),
         (lambda: run(Log("sqlite:///sagas.db"), SAGA, threads="2"), "threads"),
+        (lambda: run(Log("sqlite:///sagas.db"), SAGA, threads=0), "threads"),
         (lambda: inbox.clean(sqlite3.connect(":memory:"), ttl=30), "ttl"),
         (lambda: inbox.consume(sqlite3.connect(":memory:"), "id", consumer="c").__enter__(), "delivery"),
     ],

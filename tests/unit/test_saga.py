@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import sqlite3
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,6 +171,15 @@ def test_a_worker_takes_only_sagas_with_its_steps(log: Log) -> None:
     begun(log, SAGA)
     assert run(log, Saga("s", [step("other")])) == {}
     assert run(log, SAGA, threads=3) == {Status.COMPLETE: 1}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sqlite3.connect has no autocommit")
+@pytest.mark.parametrize("autocommit", [True, False])
+def test_a_log_on_sqlite_connections_with_autocommit(log: Log, autocommit: bool) -> None:
+    path = log.where
+    own = Log(lambda: sqlite3.connect(path, autocommit=autocommit))  # type: ignore[call-overload]
+    begun(log, SAGA)
+    assert run(own, SAGA) == {Status.COMPLETE: 1}
 
 
 def test_sagas_that_no_worker_takes_end_the_wait_for_them(log: Log) -> None:

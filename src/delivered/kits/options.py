@@ -22,11 +22,13 @@ from delivered.model.options import (
     OptionType,
     Unfit,
     choice,
+    endpoints_in_clear,
     integer,
     is_loopback,
     is_netloc,
     option,
     several,
+    storage_environment,
     unverified,
 )
 
@@ -489,9 +491,10 @@ class TlsOptions(Options):
 
 
 def store_in_clear(path: str, storage: Mapping[str, str]) -> tuple[str, ...]:
-    """What an object store's client sends to a server that it does not verify; see `Options.in_clear`."""
+    """What an object store's client sends in clear, or to a server that it does not verify; see `Options.in_clear`."""
     wrong = [n for n in storage if n.lower() == "allow_invalid_certificates" and storage[n].lower() in ("true", "1")]
-    return tuple(unverified(f"storage.{n}={storage[n]}", path, f"storage.{n}=false") for n in wrong)
+    anybody = tuple(unverified(f"storage.{n}={storage[n]}", path, f"storage.{n}=false") for n in wrong)
+    return anybody + endpoints_in_clear("storage.", storage, storage_environment(path))
 
 
 _UNENCRYPTED = ("disable", "allow", "prefer")

@@ -709,12 +709,25 @@ def check_endpoints(owner: str, prefix: str, given: Mapping[str, str], environme
     Raises:
         UsageError: nothing can listen at one.
     """
-    names = {f"{owner}: option '{prefix}{key}'": value for key, value in given.items() if _ENDPOINT.search(key)}
-    if environment:
-        names |= {k: v for k in (f"{environment}_ENDPOINT", f"{environment}_ENDPOINT_URL") if (v := os.environ.get(k))}
-    for name, value in names.items():
+    for name, value in _find_endpoints(f"{owner}: option '{prefix}", given, environment).items():
         if not value.startswith(REFERENCES):
             check_http_url(name, value, "a URL like http://minio:9000")
+
+
+def _find_endpoints(start: str, given: Mapping[str, str], environment: str) -> dict[str, str]:
+    names = {f"{start}{key}'": value for key, value in given.items() if _ENDPOINT.search(key)}
+    if environment:
+        names |= {k: v for k in (f"{environment}_ENDPOINT", f"{environment}_ENDPOINT_URL") if (v := os.environ.get(k))}
+    return names
+
+
+def endpoints_in_clear(prefix: str, given: Mapping[str, str], environment: str = "") -> tuple[str, ...]:
+    """What goes to endpoints by plain HTTP; see `Options.in_clear`. Arguments as of `check_endpoints`."""
+    return tuple(
+        f"rows, and a token of the login, are sent in clear to {parts.hostname} ({name}); write https://"
+        for name, value in _find_endpoints(f"option '{prefix}", given, environment).items()
+        if (parts := urlsplit(value)).scheme.lower() == "http" and not is_loopback(parts.hostname)
+    )
 
 
 _NO = ("false", "0", "no", "off", "n")
@@ -735,7 +748,7 @@ def check_storage(owner: str, path: str, storage: Mapping[str, str]) -> None:
         UsageError: nothing can listen at an endpoint.
         Refused: an option removes the protection against concurrent writers.
     """
-    store = "AWS" if path.lower().startswith(("s3://", "s3a://")) else ""
+    store = storage_environment(path)
     check_endpoints(owner, "storage.", storage, store)
     options = {f"option 'storage.{key}'": (key.lower(), value) for key, value in storage.items()}
     if store:
@@ -743,6 +756,11 @@ def check_storage(owner: str, path: str, storage: Mapping[str, str]) -> None:
     for what, (key, value) in options.items():
         if key in _SAFE and value.strip().lower() not in _SAFE[key]:
             raise Refused("COMMIT_UNSAFE", owner=owner, what=what, value=value)
+
+
+def storage_environment(path: str) -> str:
+    """Prefix of the variables that the client of an object store reads itself."""
+    return "AWS" if path.lower().startswith(("s3://", "s3a://")) else ""
 
 
 def is_netloc(netloc: str, several: bool = False) -> bool:

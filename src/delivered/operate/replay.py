@@ -32,13 +32,14 @@ from pydantic import ValidationError
 from delivered.checkpoint import read_logged, read_record, sidecar, write_record
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets
-from delivered.engine.context import Context, find_living, new_owner
+from delivered.engine.context import Context, find_living, new_owner, open_shared_ledger
 from delivered.ledger import Store, Swap, SwapsTables
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError, did_you_mean, without_passwords
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.identity import SOURCE, Scope, by_source, derived_name
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, Failed, LedgerState, Ok, Unknown
+from delivered.operate.dead_letters import retry_queues
 from delivered.pipeline.definition import AVAILABLE_NOW, Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.file import SinkEntry, endpoint_of, load_yaml
@@ -282,7 +283,7 @@ class Comparison:
         return f"both tables have {self.old.count:,} rows, with {'the same' if self.equal else 'different'} content"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rebuild(Generic[P]):
     """
     Attributes:
@@ -312,7 +313,11 @@ class Rebuild(Generic[P]):
             self._state(context, context.ledger.look())
 
     def compare(self) -> Comparison:
-        """Read both tables. Call it while the pipeline is stopped."""
+        """Read both tables. Call it while the pipeline is stopped. `swap` refuses later retries of dead letters."""
+        for queue in retry_queues(self._origin):
+            with closing(open_shared_ledger(queue.sinks, queue.scope)) as ledger:
+                last = ledger.look().last
+            self._swap = replace(self._swap, retries=(queue.scope, -1 if last is None else last.batch))
         old, new = (_only(p).sink().scan().planned() for p in (self._origin, self.pipeline))
         names = set(old.schema().names)
         if names != set(new.schema().names):
@@ -326,6 +331,7 @@ class Rebuild(Generic[P]):
 
         Raises:
             Refused: as `check_stopped`; or something in the database refers to the old table.
+            DeliveredError: nothing was swapped: dead letters were retried since `compare`, or the server refused.
             OutcomeUnknown: the server did not answer; call again.
         """
         with _open(self._origin) as context:
@@ -362,8 +368,12 @@ class Rebuild(Generic[P]):
             filled = rebuilt.ledger.look().last
         if last is None or filled is None or not _ends(last) == _ends(filled) == until:
             raise Refused("REBUILD_BEHIND", pipeline=self._origin.name)
-        if still := context.committers.open_transactions():
-            raise Refused("REBUILD_UNFINISHED", count=len(still), pipeline=self._origin.name)
+        still = len(context.committers.open_transactions())
+        for queue in retry_queues(self._origin):
+            with closing(queue.sinks.decider.sink.committer(queue.scope)) as committer:
+                still += len(committer.open_transactions() or ())
+        if still:
+            raise Refused("REBUILD_UNFINISHED", count=still, pipeline=self._origin.name)
         return last
 
     def _is_done(self, context: Context) -> bool:

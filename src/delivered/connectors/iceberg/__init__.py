@@ -17,11 +17,13 @@ from delivered.model.options import (
     Unfit,
     check_endpoints,
     choice,
+    endpoints_in_clear,
     is_loopback,
     option,
     resolve_secret,
     several,
     split_url,
+    storage_environment,
 )
 
 CATALOGS = choice(("sql", "rest"))
@@ -108,7 +110,7 @@ def _catalog(owner: str, values: Mapping[str, str]) -> dict[str, str]:
             raise UsageError("OPTION_CONFLICT.SAME", owner=owner, first=first, second=second, name=first)
         catalog = {**embedded, **catalog}
     _URI.parse(owner, catalog["uri"])
-    check_endpoints(owner, "catalog.", catalog, "AWS" if catalog.get("warehouse", "").startswith("s3") else "")
+    check_endpoints(owner, "catalog.", catalog, storage_environment(catalog.get("warehouse", "")))
     kind = catalog.get("type", "rest" if catalog["uri"].startswith(("http://", "https://")) else "sql")
     return {**catalog, "type": CATALOGS.parse(owner, "catalog.type", kind)}
 
@@ -167,9 +169,11 @@ class IcebergOptions(FileTableOptions, owner="delivered_iceberg sink"):
         urls = [self.catalog["uri"], self.catalog.get("oauth2-server-uri", "")]
         hosts = [urlsplit(url).hostname for url in urls if url.lower().startswith("http://")]
         far = next((host for host in hosts if not is_loopback(host)), None)
+        stores = {k: v for k, v in self.catalog.items() if k != "oauth2-server-uri"}
+        found = endpoints_in_clear("catalog.", stores, storage_environment(self.catalog.get("warehouse", "")))
         if far is None or self.catalog.keys().isdisjoint(("token", "credential")):
-            return ()
-        return (f"the login of the catalog is sent in clear to {far}; write https://",)
+            return found
+        return (f"the login of the catalog is sent in clear to {far}; write https://", *found)
 
     @property
     def namespace(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from delivered.contract.sink import KeyMemory
 from delivered.kits.sql.database import CLAIM_WAIT_S, C, Connection, Database, Dialect, scope_values
 from delivered.kits.sql.merge import fold_skipped
 from delivered.ledger import Change, Head, Swap, not_next, outdated, state_of
-from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
+from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable
 from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import CONNECT_TIMEOUT_S, KEY_MEMORIES_KEPT, LEDGER_HISTORY_BATCHES
 from delivered.model.patience import left_s, query_patience_s
@@ -414,6 +414,8 @@ class SqlLedger(Generic[C]):
         if change.swap is not None and self._table is not None:
             reach(StepId.COMMIT_APPLY, Moment.BEFORE)
             self._table.swap(connection, change.swap)
+            if change.swap.retries is not None:
+                self._check_retries(connection, *change.swap.retries)
             reach(StepId.COMMIT_APPLY, Moment.AFTER)
         if change.decision is not None:
             if self._table is not None:
@@ -421,6 +423,17 @@ class SqlLedger(Generic[C]):
             activate_keys(self._sql, connection, change.decision, epoch)
             conditional = self._table is not None and self._table.conditional
             records.record(change.decision.batch, change.decision.to_json(), conditional=conditional)
+
+    def _check_retries(self, connection: C, retries: Scope, batch: int) -> None:
+        """Called once the old table is locked: a retry's rows are in it, and its decision visible here, or it will find
+        the new table.
+
+        Raises:
+            Refused: dead letters were retried after this batch: their rows would stay behind in the old table.
+        """
+        last = Records(connection, self._sql, retries).last()
+        if last is not None and last.batch > batch:
+            raise Refused("REBUILD_RETRIED", pipeline=self._scope.pipeline)
 
     def _undo(self, connection: C) -> None:
         """Roll back a transaction that wrote nothing; ignores errors."""

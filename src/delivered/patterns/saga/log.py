@@ -287,6 +287,10 @@ class OpenLog:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._file = _identify_file(connection)
+        if getattr(connection, "autocommit", -1) != -1 and isinstance(connection, sqlite3.Connection):
+            own: Any = connection
+            own.autocommit = True  # ends the transaction that sqlite3 keeps open with False
+            own.autocommit = -1  # from here on, commit() does what it did before Python 3.12
 
     def close(self) -> None:
         with contextlib.suppress(Exception):

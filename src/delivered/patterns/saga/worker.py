@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any
 
-from delivered.model.errors import DeliveredError, Fenced, InvariantBroken
+from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, UsageError
 from delivered.model.limits import NAME_LENGTH_MAX, SAGA_BACKOFF_S_MAX, SAGA_ERROR_LENGTH_MAX
 from delivered.model.options import check_argument
 from delivered.model.patience import patience_s, wait_out
@@ -70,6 +70,9 @@ def run(
     for saga in sagas:
         check_argument("run", "saga", saga, Saga, "a saga", "Log(url), saga")
     check_argument("run", "threads", threads, int, "a number", "..., threads=2")
+    if threads < 1:
+        wanted = {"kind": "int", "wanted": "1 or more", "example": "..., threads=2"}
+        raise UsageError("ARGUMENT_TYPE", call="run", name="threads", value=threads, **wanted)
     check_argument("run", "ids", ids, (list, tuple, NoneType), "a list of ids", '..., ids=["order-1"]')
     work = _Work(where, sagas, forever, threading.Event() if stop is None else stop)
     parts = [None] * threads if ids is None else [part for at in range(threads) if (part := list(ids[at::threads]))]
