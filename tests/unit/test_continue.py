@@ -31,6 +31,7 @@ from delivered.model.capability import Guarantee
 from delivered.model.identity import Scope
 from delivered.operate.dead_letters import dead_letters, drop, retry
 from delivered.pipeline import registry
+from delivered.pipeline.start import record_query
 
 
 @pytest.fixture(autouse=True)
@@ -202,6 +203,40 @@ def test_dead_letters_of_one_sink_excuse_no_loss_of_another(tmp_path: Path) -> N
         ledger = read_ledger(member.sink, scope, guarantee, sinks, sinks.members[-1].name)
         still_open[member.name] = count_open(sinks, scope, ledger)
     assert still_open == {"orders": 0, "refuses": 1}
+
+
+@pytest.mark.parametrize(
+    ("starts", "missing"),
+    [(["a", "a b"], 1), (["a b", "a", "a b"], 2), (["a b", "a, no batch", "a b"], 0)],
+    ids=["added", "returned", "no batch without it"],
+)
+def test_batches_without_a_sink_are_not_lost_there(tmp_path: Path, starts: list[str], missing: int) -> None:
+    """Regression: rows of batches before a sink was added counted as lost."""
+    orders = Orders(tmp_path)
+    for names in starts:
+        pipeline = Pipeline(
+            name="orders",
+            guarantee="at_least_once",
+            checkpoint=tmp_path / "checkpoint",
+            source=delivered.log(str(tmp_path / "log"), startingOffsets="earliest"),
+            transform=delivered.arrow(select=["key", "value"]),
+            sinks=[
+                delivered.sqlite(str(tmp_path / f"{name}.db"), name, name=name, ifNotExists=True)
+                for name in names.partition(",")[0].split()
+            ],
+        )
+        for _ in range(2):
+            record_query(pipeline)
+        if "no batch" not in names:
+            orders.send()
+            assert deliver(pipeline) == 1
+    report = pipeline.audit(sink="b", full=True)
+    assert report.verdict is (Verdict.UNKNOWN if missing else Verdict.HELD), report
+    assert ("did not have this sink" in str(report.unknowns)) is bool(missing)
+    assert pipeline.audit(sink="a").verdict is Verdict.HELD
+    orders.send()
+    assert deliver(pipeline) == 1
+    assert pipeline.audit(sink="b").verdict is Verdict.HELD
 
 
 def _without_five(batch: pa.RecordBatch) -> pa.RecordBatch:

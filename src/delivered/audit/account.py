@@ -253,7 +253,7 @@ def _compare(
         every = split_by_transform(visible, begin) if visible is not None else []
         if base is not None:
             begin, unsure = parsed(base.end), ""
-        unsure = unsure or _written_otherwise(request, scope, start.after)
+        unsure = unsure or written_otherwise(request, scope, start.after)
         end = parsed(visible.offsets) if visible is not None else None
         ends = [(batch, parsed(text)) for batch, text in ledger.ends]
         # Behind a sharp cut, nothing of a later batch was read.
@@ -536,12 +536,14 @@ def _may_lack(request: AuditRequest, start: Start, base: Seal) -> bool:
     return bool(base.unproved_until) or request.rejects or request.guarantee.may_lose
 
 
-def _written_otherwise(request: AuditRequest, scope: Scope, after: int) -> str:
+def written_otherwise(request: AuditRequest, scope: Scope, after: int = -1) -> str:
     """Why rows of batches after `after` may have been replaced, or not, otherwise than the sink writes now; empty: they
     were not."""
     batch, mode = read_modes(request.checkpoint).changed.get(scope.sink, (-1, ""))
     if batch <= after:
         return ""
+    if not mode:
+        return f"the pipeline did not have this sink up to batch {batch}, or for a time: it need not hold their rows"
     return (
         f"the sink wrote in another mode up to batch {batch} ({mode}; now {request.write_mode.says}): which rows of "
         "these batches it must hold is not known"

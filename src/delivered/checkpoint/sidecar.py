@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pyarrow import fs
@@ -469,15 +469,18 @@ MODES_FILE = "delivered/write-modes.json"
 class WrittenModes:
     """
     Attributes:
-        now: sink -> mode since the newest start. changed: sink -> newest batch with another mode, and that mode.
+        now: sink -> mode since the newest start. changed: sink -> newest batch with another mode, and that mode; empty:
+            the pipeline did not have the sink. removed: sink -> the last batch before a start without it.
     """
 
     now: Mapping[str, str]
     changed: Mapping[str, tuple[int, str]]
+    removed: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> WrittenModes:
-        return cls(dict(found["now"]), {n: (int(batch), str(mode)) for n, (batch, mode) in found["changed"].items()})
+        changed = {n: (int(batch), str(mode)) for n, (batch, mode) in found["changed"].items()}
+        return cls(dict(found["now"]), changed, {n: int(batch) for n, batch in found.get("removed", {}).items()})
 
 
 def read_modes(location: str) -> WrittenModes:
@@ -491,12 +494,15 @@ def read_modes(location: str) -> WrittenModes:
 def keep_modes(location: str, now: Mapping[str, str]) -> None:
     """Store them, before the query starts. May be called again. Raises as `read_modes`."""
     known, newest = read_modes(location), checkpoint.read_logged(location)[1]
-    changed = dict(known.changed)
-    if newest is not None:
-        changed |= {n: (newest, known.now[n]) for n, mode in now.items() if known.now.get(n, mode) != mode}
+    changed, removed = dict(known.changed), dict(known.removed)
+    if newest is not None and known.now:
+        changed |= {n: (newest, known.now.get(n, "")) for n, mode in now.items() if known.now.get(n) != mode}
+        changed |= {n: (newest, "") for n in now if removed.pop(n, newest) < newest}
+        last = newest if checkpoint.is_done(location, newest) else newest - 1
+        removed = {**dict.fromkeys(known.now.keys() - now.keys(), last), **removed}
     modes = {**known.now, **now}
-    if modes != known.now:
-        checkpoint.write_record(location, MODES_FILE, {"now": modes, "changed": changed})
+    if (modes, changed, removed) != (known.now, known.changed, known.removed):
+        checkpoint.write_record(location, MODES_FILE, {"now": modes, "changed": changed, "removed": removed})
 
 
 # Settings by which Spark divides a batch into shards, stored in the checkpoint's sidecar.

@@ -21,6 +21,7 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.types import DecimalType, DoubleType, FloatType, StructType, TimestampType
 from pyspark.sql.window import Window
 
+from delivered.audit.account import written_otherwise
 from delivered.audit.continuation import Cut
 from delivered.audit.evidence import Counts, Damage, LedgerAccount, Sample, count_open
 from delivered.audit.judge import (
@@ -172,6 +173,7 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
             return report_of_ledger(request, ledger, _UNDECIDED if visible is None else _DEDUP)
         view = read_view(request.checkpoint)
         start, unsure = source.sources.start()
+        unsure = unsure or written_otherwise(request, scope)
         read = SourceRange(start, _named(parsed(visible.offsets), request), _named(parsed(view.offsets), request))
         ends = [(batch, _named(parsed(text), request)) for batch, text in ledger.ends]
         stream = source.stream()
