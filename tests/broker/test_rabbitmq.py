@@ -331,7 +331,11 @@ def test_bad_input_is_told_clearly(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
     kept = {"x_max_length_bytes": 1_000_000, "x_max_age": "7D"}
     assert findings(queue=rabbitmq.queue("stream", **kept)) == {"QUEUE_IS_STREAM": True}
     bounded = {"x_max_length": 1_000, "x_message_ttl": 60_000, "x_overflow": "reject-publish"}
+    assert findings(queue=rabbitmq.queue("classic", **bounded)) == {"QUEUE_CLASSIC": False, "QUEUE_DROPS": False}
+    del bounded["x_message_ttl"]
     assert findings(queue=rabbitmq.queue("classic", **bounded)) == {"QUEUE_CLASSIC": False}
+    for limit in ({"x_delivery_limit": 3}, {"x_max_length": 9}, {"x_expires": 60_000, "x_dead_letter_exchange": ""}):
+        assert findings(queue=rabbitmq.queue(**limit)) == {"QUEUE_DROPS": False}
     assert findings(queue=rabbitmq.queue(x_delivery_limit=3, x_dead_letter_exchange="", x_overflow="drop-head")) == {}
     assert findings(password="wrong") == {"RABBITMQ_CREDENTIALS": True}
     assert findings(url=rabbitmq.url + "other-host") == {"RABBITMQ_PERMISSION": True}

@@ -207,6 +207,11 @@ def kind(options: Place, queue: str) -> Kind:
     return _declared(options, queue, Kind.QUORUM)[0]
 
 
+def queue_arguments(options: Place, queue: str, declared: Kind) -> Mapping[str, Any]:
+    """What a queue of this type was declared with. AMQP 0-9-1 does not say what a policy sets. Raises as `kind`."""
+    return _declared(options, queue, declared)[1]
+
+
 def stream_arguments(options: Place, stream: str) -> Mapping[str, Any]:
     """What a stream was declared with: x-max-age, x-max-length-bytes ... AMQP 0-9-1 does not say what a policy sets.
 

@@ -6,7 +6,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from delivered.connectors.rabbitmq.client import (
     opened,
     parameters,
     pika,
+    queue_arguments,
     routing_key,
 )
 from delivered.contract.sink import BoundedScan
@@ -154,8 +155,8 @@ class RabbitmqQueue(Queue):
     def assumes(self) -> tuple[str, ...]:
         return (
             "senders wait for publisher confirms, and resend a message with the same message_id",
-            f"the queue {self.options.queue} drops no messages: no TTL, length or delivery limit without a "
-            "dead-letter exchange",
+            f"the queue {self.options.queue} drops no messages: no expiry, TTL, length or delivery limit without a "
+            "dead-letter exchange (RabbitMQ 4 sets a delivery limit of 20 for quorum queues)",
         )
 
     def preflight(self) -> Sequence[Finding]:
@@ -169,13 +170,27 @@ class RabbitmqQueue(Queue):
 
     def _look(self) -> Iterator[Finding]:
         queue = self.options.queue
-        match kind(self.options, queue):
+        match declared := kind(self.options, queue):
             case Kind.TRANSIENT:
                 yield Finding.build("QUEUE_NOT_DURABLE.RABBITMQ", refuses=False, queue=queue)
             case Kind.STREAM:
                 yield Finding.build("QUEUE_IS_STREAM", refuses=True, queue=queue)
             case Kind.CLASSIC:
                 yield Finding.build("QUEUE_CLASSIC", refuses=False, queue=queue)
+        if declared in (Kind.CLASSIC, Kind.QUORUM) and (
+            drops := _drops(queue_arguments(self.options, queue, declared))
+        ):
+            yield Finding.build("QUEUE_DROPS.RABBITMQ", refuses=False, queue=queue, drops=", ".join(drops))
+
+
+def _drops(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments by which a queue drops messages that nobody received, or that a receiver returned too often."""
+    names = ["x-expires"]  # deletes the queue; its messages do not become dead letters
+    if "x-dead-letter-exchange" not in arguments:
+        names += ["x-message-ttl", "x-delivery-limit"]
+        if arguments.get("x-overflow", "drop-head") == "drop-head":
+            names += ["x-max-length", "x-max-length-bytes"]
+    return [f"{name}={arguments[name]}" for name in names if name in arguments]
 
 
 # The sink, for at_least_once and at_most_once, with an external ledger: RabbitMQ has no storage to own.
