@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from delivered.model import errors
-from delivered.model.errors import DeliveredError, missing_extra
+from delivered.model.errors import DeliveredError, LedgerBehind, ReplayDiffers, missing_extra
 
 _OURS = re.compile(r"(?:delivered\.model\.errors\.(\w+): )?\[DELIVERED_([A-Z0-9_]+)\] ([^\n]*)")
 _NEXT = " Next: "
@@ -208,9 +208,9 @@ def of_own_call(error: DeliveredError) -> DeliveredError:
         step = (step or "").replace(f'.option("{option}", "accept")', f"write_batch(..., {argument}=True)")
     match error.code.removeprefix("DELIVERED_"):
         case "LEDGER_BEHIND" if error.condition != "DECISION":
-            return errors.LedgerBehind("LEDGER_BEHIND.FOREACH_BATCH", reason=message, action=step)
+            return LedgerBehind("LEDGER_BEHIND.FOREACH_BATCH", reason=message, action=step)
         case "LEDGER_MISSING":
-            return errors.LedgerBehind("LEDGER_MISSING.FOREACH_BATCH", reason=message, action=step)
+            return LedgerBehind("LEDGER_MISSING.FOREACH_BATCH", reason=message, action=step)
         case "REPLAY_DIFFERS":
-            return errors.ReplayDiffers("REPLAY_DIFFERS.FOREACH_BATCH", reason=message, action=step)
+            return ReplayDiffers("REPLAY_DIFFERS.FOREACH_BATCH", reason=message, action=step)
     return type(error)(code, message, step or None)
