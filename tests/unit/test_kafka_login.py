@@ -192,11 +192,11 @@ def test_the_suggestion_of_an_option_is_the_nearest_word() -> None:
 
 
 def test_a_broker_that_dies_in_the_dialog_has_refused_no_login() -> None:
-    """It closed the connection, and listens no more; one that listens on expects something else."""
+    """It closed the connection, and listens no more; one that listens on, and had answered, expects something else."""
     for stays, code in ((False, "DELIVERED_KAFKA_UNREACHABLE"), (True, "DELIVERED_KAFKA_CREDENTIALS")):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-            error = Closed(f"127.0.0.1:{port}: closed by the broker")
+            error = Closed(f"127.0.0.1:{port}: closed by the broker", answered=True)
             if not stays:
                 listener.close()
             assert unreachable(f"127.0.0.1:{port}", error).code == code

@@ -197,8 +197,8 @@ def extra(name: str) -> Iterator[None]:
         raise MissingExtra(name) from None
 
 
-_AWAY = re.compile(r"DELIVERED_(?!TABLE_|LOG_)[A-Z0-9]+_(UNREACHABLE|NO_ANSWER)")
-"""Transient: a server may come back, unlike a path."""
+_AWAY = re.compile(r"DELIVERED_((?!TABLE_|LOG_)[A-Z0-9]+_(UNREACHABLE|NO_ANSWER)|DATABASE_LOCKED)")
+"""Transient: a server may come back, and a lock end, unlike a path."""
 
 
 class Unreachable(DeliveredError):

@@ -554,7 +554,15 @@ class NotSent(NoAnswer):
 
 
 class Closed(NotSent):
-    """The server ended the connection before its first answer: it expects another protocol or other credentials."""
+    """The server ended the connection before it could be used: it starts, stops, or expects another protocol or login.
+
+    Attributes:
+        answered: it had said which versions it speaks, so it is a broker that runs.
+    """
+
+    def __init__(self, text: str, answered: bool = False) -> None:
+        super().__init__(text)
+        self.answered = answered
 
 
 class NoCredentials(NotSent):

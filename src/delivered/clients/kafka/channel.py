@@ -46,6 +46,8 @@ _FRAME = struct.Struct(">ihhi")
 _RESPONSE = struct.Struct(">i")
 _API_VERSIONS = 18
 _PARTS_MAX = 64
+_TLS_RECORDS = (b"\x15", b"\x16")
+"""How an alert or a handshake starts."""
 _SILENCE_S = 5.0
 """A response that takes longer: ask whether the broker is still in the cluster."""
 _IDLE_S_MAX = 540.0
@@ -183,7 +185,9 @@ class Channel:
             if isinstance(error, NoAnswer) and self._alert:  # of TLS 1.3, after the handshake: about our certificate
                 raise Rejected(str(error), tls=True) from None
             if type(error) in (NoAnswer, NotSent):
-                raise (NotSent if self.timed_out else Closed)(str(error)) from None
+                if self.timed_out:
+                    raise NotSent(str(error)) from None
+                raise Closed(str(error), answered=hasattr(self, "versions")) from None
             raise
 
     def _authenticate(self, deadline: float) -> None:
@@ -531,13 +535,18 @@ def authenticate(ask: Callable[[Any], Any], name: str, host: str, security: Secu
     return lifetime_ms / 1000 * _LIFETIME if lifetime_ms > 0 else float("inf")
 
 
-def unreachable(servers: str, error: NoAnswer) -> Unreachable:
+def unreachable(servers: str, error: NoAnswer, tls: bool | None = None) -> Unreachable:
+    """Args: tls: whether the connection was to be encrypted; None: unknown."""
     if isinstance(error, (NoCredentials, CredentialsRefused)):
         return Unreachable("KAFKA_NO_CREDENTIALS", servers=servers, error=error)
     if isinstance(error, Rejected) and not error.tls:
         return Unreachable("KAFKA_CREDENTIALS.REJECTED", servers=servers, error=error)
     if _listens(servers):
-        code = "KAFKA_CREDENTIALS.CLOSED" if isinstance(error, Closed | Rejected) else "KAFKA_NO_ANSWER.SILENT"
+        code = "KAFKA_NO_ANSWER.SILENT"
+        if isinstance(error, Closed) and not error.answered and not (tls is not None and _speaks(servers, not tls)):
+            code = "KAFKA_NO_ANSWER.CLOSED"  # as a load balancer does whose broker starts
+        elif isinstance(error, Closed | Rejected):
+            code = "KAFKA_CREDENTIALS.CLOSED"
         return Unreachable(code, servers=servers, error=error)
     return Unreachable("KAFKA_UNREACHABLE.CONNECT", servers=servers, error=error)
 
@@ -549,6 +558,26 @@ def _listens(servers: str) -> bool:
         except OSError:
             continue
         return True
+    return False
+
+
+def _speaks(servers: str, tls: bool) -> bool:
+    """Whether a server answers with TLS, or Kafka's protocol without it."""
+    hello = struct.pack(">ihhih", 10, _API_VERSIONS, 0, 0, -1)
+    if tls:
+        sent = ssl.MemoryBIO()
+        with suppress(ssl.SSLWantReadError):
+            ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="kafka").do_handshake()
+        hello = sent.read()
+    for address in parse_addresses(servers, port=PORT):
+        try:
+            with socket.create_connection(address, left_s(1)) as sock:
+                sock.sendall(hello)
+                start = sock.recv(8, socket.MSG_WAITALL)
+        except OSError:
+            continue
+        if start[:1] in _TLS_RECORDS if tls else start[4:] == bytes(4):
+            return True
     return False
 
 

@@ -138,7 +138,7 @@ class Wire:
                         raise NotSent(f"broker {node} is not in the cluster now")
                 return self._open(node)
             except Rejected as error:
-                raise unreachable(self._servers, error) from None
+                raise self._unreachable(error) from None
 
     def _first_contact(self) -> None:
         if self._answered:  # the caller knows how long to wait for brokers that were there
@@ -150,8 +150,11 @@ class Wire:
             else:
                 self._bootstrap()
         except NoAnswer as error:
-            raise unreachable(self._servers, error) from None
+            raise self._unreachable(error) from None
         self._answered = True
+
+    def _unreachable(self, error: NoAnswer) -> Unreachable:
+        return unreachable(self._servers, error, tls=self._security.trust is not None)
 
     def _open(self, node: int) -> Channel:
         known = self._channels.get(node)

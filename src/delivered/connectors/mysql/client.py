@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from delivered.connectors.mysql import MysqlOptions
-from delivered.kits.mysql import DENIED, LOGIN, LOST, Tls, address
+from delivered.kits.mysql import DENIED, FULL, LOGIN, LOST, Tls, address
 from delivered.kits.sql.database import Peer, create_statement, is_newest, quoted, watch, with_values
 from delivered.kits.sql.sink import new_nonce
 from delivered.kits.sql.table import no_right_to_alter
@@ -277,7 +277,6 @@ NO_TABLE, NO_DATABASE = 1146, 1049
 XA_UNKNOWN = 1397
 """No such XA transaction: it has ended, or (MariaDB) the session that prepared it is still alive."""
 
-_FULL = frozenset({1040, 1203, 1226})
 _READ_ONLY = frozenset({1290, 1792, 1836, 3989})
 _DISK = frozenset({1021, 1114})
 _FILE = frozenset({3, 20, 1026, 1030})
@@ -329,7 +328,7 @@ def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
         return Unreachable("MYSQL_UNREACHABLE.OTHER_SERVER", where=where, text=text)
     if number in LOST:
         return Unreachable("MYSQL_UNREACHABLE.CONNECTION", where=where, text=text, host=options.host, port=options.port)
-    if number in _FULL:
+    if number in FULL:
         return Unreachable("MYSQL_UNREACHABLE.TOO_MANY", where=where, text=text)
     if number in DENIED:
         return UsageError(

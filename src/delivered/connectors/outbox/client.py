@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from delivered.connectors.outbox import OWNER, OutboxOptions
-from delivered.kits.mysql import DENIED, LOGIN, LOST, address, tls_of_url
-from delivered.kits.sql.database import pin_postgres
+from delivered.kits.mysql import DENIED, FULL, LOGIN, LOST, address, tls_of_url
+from delivered.kits.sql.database import pin_postgres, refuses_login
 from delivered.model import patience
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError, extra
 from delivered.model.limits import CONNECT_TIMEOUT_S
@@ -177,9 +177,16 @@ def explained(error: Exception, options: OutboxOptions) -> DeliveredError | None
         name = getattr(own, "sqlite_errorname", type(own).__name__)
         if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
             return UsageError("OUTBOX_DATABASE", where=where, text=text, name=name)
+        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            return Unreachable("DATABASE_LOCKED", path=options.file, detail=f"{text} ({name})")
         return Unreachable("OUTBOX_ERROR.RETRY", where=where, text=text, name=name)
-    lost = (code is None or str(code).startswith(("08", "57P", "53300"))) if library == "psycopg" else code in LOST
-    login = str(code).startswith("28") or code in (*LOGIN, _NO_DATABASE_RIGHT) or "password authentication" in text
+    if library == "psycopg":
+        lost = code is None or code.startswith(("08", "57P", "53300"))
+        login = str(code).startswith("28") or (code is None and refuses_login(text))
+        if code is None and not login and "FATAL" in text and "does not exist" in text:
+            return UsageError("DATABASE_MISSING.POSTGRES_CONNECT", where=where, text=text)
+    else:
+        lost, login = code in (*LOST, *FULL), code in (*LOGIN, _NO_DATABASE_RIGHT)
     if login:
         return Unreachable("OUTBOX_LOGIN", where=where, text=text)
     if lost:

@@ -28,6 +28,7 @@ from delivered.kits.sql.database import (
     Server,
     days,
     micros,
+    refuses_login,
     setting_refused,
     watch,
     with_values,
@@ -373,7 +374,7 @@ def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
             return UsageError("TLS_ABSENT.POSTGRES", where=where, text=text)
         if "received invalid response to" in text or "expected authentication request" in text:
             return Unreachable("POSTGRES_UNREACHABLE.OTHER_SERVER", where=where, text=text)
-        if any(words in text for words in ("authentication", "password", "pg_hba.conf", 'FATAL: role "')):
+        if refuses_login(text):
             return _login(text, where)
         if "FATAL" in text and "does not exist" in text:  # while connecting, the client keeps no SQLSTATE
             return UsageError("DATABASE_MISSING.POSTGRES_CONNECT", where=where, text=text)

@@ -136,6 +136,9 @@ _PAUSE_S = 0.3
 
 _REDIRECTS_MAX = 5
 
+_BUSY = (408, 429)
+"""It has no time for this request now."""
+
 _DETAIL_MAX = 200
 
 _COORDINATOR_SETTING = "transactionCoordinatorEnabled"
@@ -570,7 +573,7 @@ class Admin:
             return Existing("PULSAR_ADMIN", admin_url=self._options.admin_url, number=code, url=url, detail=detail)
         if code == 503 and _COORDINATOR_SETTING in detail:
             return TransactionsOff(detail)
-        if code >= 500:
+        if code >= 500 or code in _BUSY:
             return self._unreachable(f"{code} {detail}")
         if code == 412 and ("unable to persist" in detail or "fence subscription" in detail):
             # Seen right after a broker's start and under load, and when two create the subscription at once.

@@ -37,8 +37,11 @@ _HEADER_FRAME, _HEADER_SIZE = b"\x02", 19
 """Type of a frame with the properties of a message; bytes before them: the frame's header, class, weight, body size."""
 HEARTBEAT_S = 30
 BLOCKED_S = 60
-_PASSING = (311, 506, 541)
-"""Retriable reply codes: the server lacks a resource, or is electing a leader."""
+_PASSING = (311, 320, 506, 541)
+"""Retriable reply codes: the server lacks a resource, stops, or is electing a leader; or a vhost has not started."""
+_CLOSED_WITH = re.compile(r"ConnectionClosedByBroker: \((\d+)\)")
+_AT_LIMIT = re.compile(r"limit \(\d+\) is reached|maximum allowed limit")
+"""Of connections or channels, reported as forbidden (530)."""
 
 _STARTING = ("down or inaccessible", "does not have a replica on the local node")
 """Reported of a queue or stream not yet available after a restart; the second also if it is on another node."""
@@ -152,18 +155,21 @@ def explained(error: Exception, options: Place) -> DeliveredError:
     cause = error.args[-1] if error.args else None  # of a connection that was refused, whose own text is empty
     detail = str(error) or str(getattr(cause, "exception", cause) or type(error).__name__)
     # By when the connection ended the client guesses why; a server that refuses says so (since 3.2).
-    refused_by_server = kinds.ConnectionClosedByBroker.__name__ in detail
+    closed = _CLOSED_WITH.search(detail)
+    refused_by_server = closed is not None
+    code = getattr(error, "reply_code", int(closed[1]) if closed else None)
+    if code in _PASSING or _AT_LIMIT.search(detail):
+        return Unreachable("RABBITMQ_UNREACHABLE.CONNECT", place=options.place, detail=detail)
     if isinstance(error, kinds.AuthenticationError) or (
         isinstance(error, kinds.ProbableAuthenticationError) and refused_by_server
     ):
         return Refused("RABBITMQ_CREDENTIALS", place=options.place, detail=detail)
-    code = getattr(error, "reply_code", None)
     if (isinstance(error, kinds.ProbableAccessDeniedError) and refused_by_server) or code in (403, 530):
         return Refused("RABBITMQ_PERMISSION", place=options.place, detail=detail)
     starts = any(words in detail for words in _STARTING)
     if code == 404 and not starts:
         return UsageError("QUEUE_MISSING.RABBITMQ", target=options.target, place=options.place)
-    if isinstance(error, kinds.AMQPConnectionError | socket.error) or code in _PASSING or starts:
+    if isinstance(error, kinds.AMQPConnectionError | socket.error) or starts:
         return Unreachable("RABBITMQ_UNREACHABLE.CONNECT", place=options.place, detail=detail)
     if code == 406 and "message size" in detail:
         return BadRecord("MESSAGE_TOO_LARGE.RABBITMQ", place=options.place, detail=detail)

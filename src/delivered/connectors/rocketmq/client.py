@@ -242,7 +242,8 @@ class Session:
             return UsageError("TOPIC_TYPE.MESSAGE", topic=self.options.topic, text=text)
         if code == codes.ILLEGAL_INVISIBLE_TIME:
             return UsageError("INVISIBLE_TIME", endpoints=self.options.endpoints, text=text)
-        if 40_000 <= code < 50_000 and code not in (codes.TOO_MANY_REQUESTS, codes.UNRECOGNIZED_CLIENT_TYPE):
+        passing = (codes.REQUEST_TIMEOUT, codes.TOO_MANY_REQUESTS, codes.UNRECOGNIZED_CLIENT_TYPE)
+        if 40_000 <= code < 50_000 and code not in passing:
             return UsageError("ROCKETMQ_ERROR.CODE", endpoints=self.options.endpoints, number=code, text=text)
         return self._unreachable(f"{code}: {text}")
 

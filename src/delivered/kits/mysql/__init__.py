@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 PORT_DEFAULT = 3306
 
 LOGIN = frozenset({1045, 1130, 1251, 1698, 1820, 2059, 3118, 3955, 4151})
-LOST = frozenset({0, 1053, 1077, 1079, 1080, 1152, 1158, 1159, 1160, 1161, 1184, 1927, 2002, 2003, 2006, 2013, 2014,
-                  2055, 3032, 3169, 4031})  # fmt: skip
-"""The connection was lost, so that the outcome of the last statement is unknown; 0: it was closed already."""
+LOST = frozenset({0, 1047, 1053, 1077, 1079, 1080, 1152, 1158, 1159, 1160, 1161, 1184, 1927, 2002, 2003, 2006, 2013,
+                  2014, 2055, 3032, 3169, 4031})  # fmt: skip
+"""The connection was lost, so that the outcome of the last statement is unknown; 0: it was closed already; 1047: a node
+of a Galera cluster does not serve now."""
+FULL = frozenset({1040, 1203, 1226})
+"""There are too many connections, of all or of this user: some end."""
 DENIED = frozenset({1044, 1142, 1143, 1227, 1370, 1401, 1410})
 
 

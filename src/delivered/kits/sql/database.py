@@ -667,6 +667,13 @@ POSTGRES = {
 }
 
 
+def refuses_login(text: str) -> bool:
+    """Whether PostgreSQL refused a login, by the message of an error without a code: while connecting, the client keeps
+    none. A login that took the server too long was not refused."""
+    words = ("authentication", "password", "pg_hba.conf", 'FATAL: role "')
+    return "due to timeout" not in text and any(each in text for each in words)
+
+
 def pin_postgres(connection: psycopg.Connection[Any], place: str) -> None:
     """Set them, outside any transaction, and check that it took. For walsenders, too, which take no parameters.
 

@@ -26,6 +26,7 @@ _NO_ANSWER = re.compile(
     r"error sending request|dns error|(could not|failed to) (resolve|lookup|establish)|timed? ?out|network_connection"
     r"|connection ?(error|refused|reset|aborted|closed|failed|lost)|broken ?pipe|slow_?down|service ?unavailable"
     r"|status code: (429|5\d\d)|network is unreachable|no route to host"
+    r"|EOF occurred in violation|^(TooManyRequests|Server)Error: |RESTError (408|429|50[0234])\b"  # of a REST catalog
     r"|^(Operational|Interface)Error: \((?!sqlite3\.)",  # of a catalog's database, from SQLAlchemy
     re.IGNORECASE,
 )
