@@ -1,14 +1,16 @@
-"""A first audit of a topic whose retention has removed records."""
+"""Audits of topics whose retention has removed records, and of a sink whose rows name their topics."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Producer, TopicPartition
 from tests.kafka_tools import read_committed
 from tests.support.orders import ROWS, clean, states
 from tests.support.topic_orders import DAY_MS, TopicOrders
@@ -21,6 +23,7 @@ from delivered.audit.local import recheck_here
 from delivered.audit.recheck import Again
 from delivered.audit.seal import Seal
 from delivered.connectors.kafka import reader
+from delivered.connectors.kafka.sink import KafkaSink
 
 LOST = b"%d" % (3 * ROWS + 7)
 
@@ -142,3 +145,46 @@ def test_what_compaction_removed_from_the_source_was_sent(kafka: Any, tmp_path: 
     assert report.counts.unexpected > 0 and report.counts.duplicated > 0
     assert f"topic {topic} is compacted" in " ".join(report.unknowns)
     assert rechecked(pipeline, "rows", known.seals) == [Again.EXPIRED]
+
+
+@pytest.mark.parametrize("identified", [{}, {"audit": {"id": "value"}}], ids=["by all columns", "by id"])
+def test_a_record_in_another_topic_is_not_the_one_that_was_sent(
+    kafka: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, identified: dict[str, Any]
+) -> None:
+    """Such a copy is no duplicate, and hides no loss."""
+    first, second = topics = [kafka.topic(1, retention_ms=-1) for _ in range(2)]
+    scan = KafkaSink.scan
+    both = ",".join(topics)
+    # Not of all topics of the other tests.
+    monkeypatch.setattr(KafkaSink, "scan", lambda s: scan(replace(s, options=replace(s.options, topic=both))))
+
+    def route(batch: pa.RecordBatch) -> pa.RecordBatch:
+        names = [topics[int(v) % 2] for v in batch.column("value").to_pylist()]
+        return batch.select(["key", "value"]).append_column("topic", pa.array(names, pa.string()))
+
+    orders = TopicOrders(tmp_path, kafka=kafka)
+    pipeline = Pipeline(
+        name=orders.name,
+        guarantee=orders.guarantee,
+        checkpoint=tmp_path / "checkpoint",
+        source=orders.pipeline().sources["source"],
+        transform=delivered.arrow(route),
+        sinks=[delivered.kafka(kafka.bootstrap, name="routed", **identified)],
+    )
+    orders.send()
+    assert deliver(pipeline) == 1
+    assert pipeline.audit(full=True).verdict is Verdict.HELD
+
+    producer = Producer({"bootstrap.servers": kafka.bootstrap})
+    copied = read_committed(kafka.bootstrap, first)[0]
+    producer.produce(second, copied.value(), copied.key())
+    assert producer.flush(30) == 0
+    report = pipeline.audit(full=True)
+    assert (report.verdict, report.counts) == (Verdict.UNKNOWN, Counts(ROWS, ROWS + 1, unexpected=1)), report
+    assert "match nothing that was sent" in " ".join(report.unknowns)
+
+    at = TopicPartition(first, 0, copied.offset() + 1)
+    kafka.admin().delete_records([at])[at].result(60)
+    report = pipeline.audit(full=True)
+    assert (report.verdict, report.counts) == (Verdict.UNKNOWN, Counts(ROWS, ROWS, lost=1, unexpected=1)), report
+    assert "1 of them elsewhere than their rows say" in " ".join(report.unknowns)

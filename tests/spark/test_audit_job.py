@@ -187,6 +187,32 @@ def test_fingerprints_are_those_of_the_model(spark: SparkSession) -> None:
     assert sum((line.sent_fingerprint for line in result.partitions), Fingerprint()) == result.sent
 
 
+@pytest.mark.parametrize("id_sql", [None, ID])
+def test_a_record_at_another_place_than_its_row_names_is_another_one(spark: SparkSession, id_sql: str | None) -> None:
+    """Its fingerprint is the same."""
+
+    def count(topics: str) -> Result:
+        slots = Slots()
+        sides = [
+            hashed(
+                spark.createDataFrame([(*SENT[0], t) for t in names], "key string, value string, topic string"),
+                canonical,
+                SEED,
+                slots.unplaced("0"),
+                id_sql=id_sql,
+                own_sql="topic <> 'z'",
+                routed_by="topic",
+            )
+            for names in ("ab", topics)
+        ]
+        return reconcile(sides[0], None, sides[1].filter("own"), slots, slots)
+
+    assert count("abz").counts == Counts(2, 2)
+    moved = count("ac")
+    assert moved.counts == Counts(2, 2, lost=1, unexpected=1)
+    assert moved.sent == moved.delivered
+
+
 def test_bytes_that_are_no_text_do_not_stop_the_report(spark: SparkSession) -> None:
     made = spark.createDataFrame([(b"\xff\xfe\x00", b"\x80"), (None, None)], "key binary, value binary")
     slots = Slots()

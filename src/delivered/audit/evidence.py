@@ -125,6 +125,9 @@ def breaches(guarantee: Guarantee, counts: Counts, given_up: int) -> list[str]:
 SHOWN_LENGTH = 64
 """Characters of a key in a report."""
 
+ROUTE = " in "
+"""Between the id of a record and the place that its row names (`Sink.routed_by`)."""
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -112,7 +112,7 @@ def report_of_result(
     visible = ledger.visible
     share = Account(visible.total, visible.given_up) - before if visible is not None else Account()
     given_up = share.given_up
-    notes, unknowns = list(ledger.notes), []
+    notes, unknowns, route = list(ledger.notes), [], request.sink.routed_by
     if read.undecided is not None:
         notes.append(f"batch {newest_batch} started and is not decided; its records may be in the sink and need not be")
     if not ordered:
@@ -143,7 +143,7 @@ def report_of_result(
         transactions=ledger.transactions,
         unknowns=tuple(unknowns),
         notes=tuple(notes),
-        id_says=f"`{request.id}`" if request.id else "all columns",
+        id_says=(f"`{request.id}`" if request.id else "all columns") + (f" and {route}" if route else ""),
     )
 
 
@@ -178,6 +178,11 @@ def judge(report: AuditReport, *, versions_known: bool) -> AuditReport:
                 "the sink holds exactly what the tasks handed to it, by count and fingerprint, but the source, reread "
                 f"through the transform, yields other records: {why}"
             )
+            if report.fingerprints is not None and report.fingerprints.sent == report.fingerprints.delivered:
+                unknown = (
+                    f"the sink holds all records, by count and fingerprint, but {counts.lost:,} of them elsewhere than "
+                    "their rows say: the transform is not deterministic, or somebody moved or copied records"
+                )
             return replace(report, judged=False, unknowns=(*report.unknowns, unknown))
     unexplained = counts.unexpected - report.undeleted
     if not unexplained or report.all_own or Damage.UNEXPECTED in report.uncertain:

@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 
 from delivered.audit.account import Comparison, Findings, Progress, Ranges, account, guarded
 from delivered.audit.evidence import (
+    ROUTE,
     ROW_BITS,
     SHOWN_LENGTH,
     Counts,
@@ -263,7 +264,8 @@ class LocalComparison(Comparison):
         records = request.sink.records(empty_batch(rows.schema(self._source.schema()))).schema
         stored = scan.schema().names
         check_columns(request, records.names, stored)
-        self._columns = find_columns(records, fingerprint_seed(scope), request.id, request.key)
+        columns = find_columns(records, fingerprint_seed(scope), request.id, request.key)
+        self._columns = replace(columns, routed_by=request.sink.routed_by)
         self._located_by = locating_column(stored, records.names)
         self._budget, self._origins, self._places = Budget(AUDIT_MEMORY_BYTES), Places(), Places()
 
@@ -374,6 +376,7 @@ class Columns:
         id: column that identifies it; None: all do.
         key: column within which order is judged; None: no order.
         position: column that locates it for users, not among `records`.
+        routed_by: as well; it belongs to the record's id, and not to the hash of its value.
     """
 
     records: pa.Schema
@@ -381,6 +384,7 @@ class Columns:
     id: str | None = None
     key: str | None = None
     position: str | None = None
+    routed_by: str | None = None
 
 
 def find_columns(records: pa.Schema, seed: int, id_sql: str | None, key_sql: str | None) -> Columns:
@@ -437,8 +441,9 @@ def read_slices(
 
 
 def _empty(columns: Columns) -> Side:
-    position = [(columns.position, pa.int64())] if columns.position is not None else []
-    return _hashed(empty_batch(columns.records), empty_batch(pa.schema(position)), 0, columns)
+    read = [(columns.position, pa.int64())] if columns.position is not None else []
+    read += [(columns.routed_by, pa.string())] if columns.routed_by is not None else []
+    return _hashed(empty_batch(columns.records), empty_batch(pa.schema(read)), 0, columns)
 
 
 def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
@@ -449,10 +454,15 @@ def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
 def _hashed(records: pa.RecordBatch, read: pa.RecordBatch, at: int, columns: Columns) -> Side:
     """Args: at: of the first row."""
     low, high = lanes(record_hashes(records, columns.seed))
-    other = record_hashes(records, ~columns.seed)
+    route = [as_text(read.column(columns.routed_by))] if columns.routed_by is not None else []
+    columns_of_id = [*records.columns, *route]
+    identified = pa.RecordBatch.from_arrays(columns_of_id, names=[str(n) for n in range(len(columns_of_id))])
+    other = record_hashes(identified, ~columns.seed)
     more: dict[str, Any] = {}
     if columns.id is not None:
         names = as_text(records.column(columns.id))
+        if route:
+            names = pc.binary_join_element_wise(names, *route, pa.scalar(ROUTE.encode(), pa.large_binary()))
         nameless, text = np.asarray(names.is_null()), pa.RecordBatch.from_arrays([names], names=["id"])
         named = (record_hashes(text, seed) for seed in (columns.seed, ~columns.seed))
         ids, others = (np.where(nameless, value, name) for value, name in zip((low, other), named, strict=True))

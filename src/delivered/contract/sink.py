@@ -426,6 +426,14 @@ class Sink(ABC):
         """Default name of this sink in its pipeline, where names are unique."""
         return self.capability().system
 
+    @property
+    def routed_by(self) -> str | None:
+        """Column of text that says where each row is written, if it is not in `records`; `scan` returns it, too.
+
+        Audits compare it, fingerprints do not hold it.
+        """
+        return None
+
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:  # noqa: ARG002
         """Check that the live system supports the guarantee. Runs on the driver before the first batch."""
         return ()

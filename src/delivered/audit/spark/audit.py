@@ -428,5 +428,6 @@ def stored_rows(
             request.key,
             own_sql=request.own,
             position=located_by,
+            routed_by=request.sink.routed_by,
         )
     return rows if keys is None else keys.identified(rows, "id")

@@ -319,7 +319,8 @@ def _compare(
         named = f"waits for {hops[number].pipeline.name}" if number else hops[0].pipeline.name
         canonical, seed, at = request.sink.records, fingerprint_seed(scope), _at(frame, slots, named)
         with expressions(request):
-            rows = hashed(frame, canonical, seed, at, request.id, request.key, own_sql=request.own)
+            route = request.sink.routed_by
+            rows = hashed(frame, canonical, seed, at, request.id, request.key, own_sql=request.own, routed_by=route)
         return without_order(rows)
 
     sink = stored_rows(spark, request, scan, scan.slices(request.sink_from), scope, probe, places)

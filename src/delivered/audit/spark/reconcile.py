@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
-from pyspark.sql.types import LongType, StructField, StructType
+from pyspark.sql.types import LongType, StringType, StructField, StructType
 from pyspark.sql.window import Window
 
-from delivered.audit.evidence import ROW_BITS, SHOWN_LENGTH, Counts, Damage, PartitionLine, Places, Sample
+from delivered.audit.evidence import ROUTE, ROW_BITS, SHOWN_LENGTH, Counts, Damage, PartitionLine, Places, Sample
 from delivered.audit.judge import Result
 from delivered.audit.spark.slices import Mapper, SliceRows
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
@@ -75,6 +75,7 @@ def hashed(
     *,
     own_sql: str | None = None,
     position: str | None = None,
+    routed_by: str | None = None,
 ) -> DataFrame:
     """One small row per record: id, hash of the value, hash of the key, position.
 
@@ -84,17 +85,20 @@ def hashed(
         id_sql, key_sql: SQL over the canonical columns. No id: all columns.
         own_sql: SQL condition for records of this pipeline, kept as the column `own`.
         position: column of `frame` that locates the record for users, kept as `position`.
+        routed_by: column of `frame` that belongs to a record's id, and not to its hash; SQL may name it.
     """
     records = from_arrow(canonical_schema(frame.schema, canonical))
+    route = [StructField(routed_by, StringType())] if routed_by is not None else []
     own = [_LOW, _HIGH, _OTHER, *([_POSITION] if position is not None else [])]
-    schema = StructType([*records.fields, *(StructField(name, LongType()) for name in own)])
-    rows = frame.mapInArrow(_hasher(canonical, seed, position, to_arrow(schema)), schema)
+    schema = StructType([*records.fields, *route, *(StructField(name, LongType()) for name in own)])
+    rows = frame.mapInArrow(_hasher(canonical, seed, position, routed_by, to_arrow(schema)), schema)
     by_content = F.lower(F.concat(F.lpad(F.hex(_LOW), 16, "0"), F.lpad(F.hex(_OTHER), 16, "0")))
     named = F.expr(id_sql).cast("string") if id_sql else F.lit(None).cast("string")
+    routed = F.concat(named, F.lit(ROUTE), F.col(routed_by)) if routed_by is not None else named
     key_sql = key_sql or ("key" if "key" in records.names else None)
     key = F.expr(key_sql) if key_sql else F.lit(None).cast("string")
     return rows.select(
-        F.coalesce(named, by_content).alias("id"),
+        F.coalesce(routed, by_content).alias("id"),
         (named.isNull() if id_sql else F.lit(False)).cast("int").alias("null_id"),
         F.col(_LOW).alias("low"),
         F.col(_HIGH).alias("high"),
@@ -108,7 +112,7 @@ def hashed(
     )
 
 
-def _hasher(canonical: Canonical, seed: int, position: str | None, schema: pa.Schema) -> Mapper:
+def _hasher(canonical: Canonical, seed: int, position: str | None, routed_by: str | None, schema: pa.Schema) -> Mapper:
     import numpy as np
 
     def hash_all(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -116,15 +120,18 @@ def _hasher(canonical: Canonical, seed: int, position: str | None, schema: pa.Sc
             records = canonical(batch)
             hashes = record_hashes(records, seed)
             low, high = lanes(hashes)
+            route = {routed_by: batch.column(routed_by)} if routed_by is not None else {}
+            names = [*records.schema.names, *route]
+            identified = pa.RecordBatch.from_arrays([*records.columns, *route.values()], names=names)
             own = {
                 _LOW: pa.array(low.view(np.int64)),
                 _HIGH: pa.array(high.view(np.int64)),
                 # A second, independent hash: 64 bits would collide by chance, 128 do not.
-                _OTHER: pa.array(record_hashes(records, ~seed).view(np.int64)),
+                _OTHER: pa.array(record_hashes(identified, ~seed).view(np.int64)),
                 **({_POSITION: batch.column(position).cast(pa.int64())} if position is not None else {}),
             }
-            columns = [*records.columns, *own.values()]
-            yield fitted(pa.RecordBatch.from_arrays(columns, names=[*records.schema.names, *own]), schema)
+            columns = [*identified.columns, *own.values()]
+            yield fitted(pa.RecordBatch.from_arrays(columns, names=[*names, *own]), schema)
 
     return hash_all
 

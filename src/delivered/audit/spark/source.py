@@ -209,7 +209,8 @@ class SentRows:
         at = self.slots.placed(source_partitions(slices)) if ordered else self.slots.unplaced("all")
         canonical, seed = request.sink.records, fingerprint_seed(scope)
         with expressions(request):
-            hashes = hashed(frame, canonical, seed, at, request.id, request.key, own_sql=request.own)
+            route = request.sink.routed_by
+            hashes = hashed(frame, canonical, seed, at, request.id, request.key, own_sql=request.own, routed_by=route)
         return hashes if ordered else without_order(hashes), ordered
 
     def hash_unordered(self, rows: DataFrame, scope: Scope, partition: str = "keys") -> DataFrame:
@@ -217,7 +218,8 @@ class SentRows:
         request = self._request
         with expressions(request):
             at = self.slots.unplaced(partition)
-            return without_order(hashed(rows, request.sink.records, fingerprint_seed(scope), at, request.id))
+            seed, route = fingerprint_seed(scope), request.sink.routed_by
+            return without_order(hashed(rows, request.sink.records, seed, at, request.id, routed_by=route))
 
     def upserted(self, read: SourceRange, deduplicated: Deduplicated | None) -> FinalState:
         """The rows that an upsert of a range must leave. Keys that an undecided batch touches are not judged."""

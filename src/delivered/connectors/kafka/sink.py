@@ -107,6 +107,10 @@ class KafkaSink(Sink):
             ),
         )
 
+    @property
+    def routed_by(self) -> str | None:
+        return "topic" if self.options.topic is None else None
+
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
         try:
             self.check_guarantee(guarantee)

@@ -259,6 +259,10 @@ class FormattedSink(Sink):
     def name(self) -> str:
         return self.sink.name
 
+    @property
+    def routed_by(self) -> str | None:
+        return self.sink.routed_by
+
     def capability(self) -> SinkCapability:
         inner = self.sink.capability()
         written = "; ".join(self._described(s) for s in self.options.sides)
