@@ -23,7 +23,7 @@ from delivered.clients.pulsar.connection import Cluster
 from delivered.clients.pulsar.producer import Producer
 from delivered.connectors.pulsar import physical
 from delivered.connectors.pulsar.client import Admin
-from delivered.connectors.pulsar.committer import Transaction, markers_topic, opened_topic, settings
+from delivered.connectors.pulsar.committer import Marker, Transaction, markers_topic, opened_topic, settings
 from delivered.connectors.pulsar.journal import SUBSCRIPTION, Topic
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.engine import Sinks
@@ -253,6 +253,22 @@ def test_records_and_markers_of_earlier_batches_are_forgotten(rig: Rig) -> None:
     kept = [*markers.messages(markers.bounds().cursors[SUBSCRIPTION])]
     assert (kept[0][0].ledger, kept[0][0].entry) == first
     assert len(kept) == SHARDS
+    for topic in (opened, markers):
+        topic.close()
+
+
+def test_starts_of_one_batch_each_forget_those_of_earlier_ones(rig: Rig) -> None:
+    """Whose process ends after each batch, as with availableNow."""
+    for batch in range(3):
+        context = rig.context(f"run {batch}")
+        messages = rig.write(rig.plan(context, batch))
+        commit_batch(context, batch, offsets(batch), messages)
+    rig.plan(rig.context("next"), 3)
+    options = rig.sink.options
+    opened, markers = (Topic(options, name(options, rig.scope)) for name in (opened_topic, markers_topic))
+    assert [*opened.messages(opened.bounds().cursors[SUBSCRIPTION])] == []
+    kept = [at for at, data in markers.messages(markers.bounds().cursors[SUBSCRIPTION]) if Marker.from_json(data)]
+    assert sorted((at.ledger, at.entry) for at in kept) == sorted((h.ledger, h.entry) for h in handles(messages))
     for topic in (opened, markers):
         topic.close()
 

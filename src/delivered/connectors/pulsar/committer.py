@@ -462,8 +462,8 @@ class PulsarCommitter(Committer):
             topic.close()
 
     def _forget_markers(self, kept: Sequence[Transaction]) -> None:
-        """Those before the newest decision's: only they are ever asked for."""
-        if (until := self._find_before(kept)) != START:
+        """Those before the newest decision's: only they are ever asked for. A start keeps none of a logged batch."""
+        if (until := self._find_before(kept) if kept else self._before_newest) != START:
             self._forget(Topic(self._options, markers_topic(self._options, self._scope)), until)
 
     def _find_before(self, kept: Sequence[Transaction]) -> Position:
