@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -199,13 +200,14 @@ def test_p28_a_task_refuses_an_id_whose_last_transaction_is_open_in_a_partition(
     rig.write(rig.bare_plan(2), [0], attempt=1)
 
 
-def test_p28_rows_that_name_their_topics(kafka: Any, losing: Lose) -> None:
+@pytest.mark.parametrize("prefix", ["", "__"])
+def test_p28_rows_that_name_their_topics(kafka: Any, losing: Lose, prefix: str) -> None:
     class Named(Rig):
         @property
         def sink(self) -> Any:
             return CONNECTOR.sink({"kafka.bootstrap.servers": self.kafka.bootstrap})
 
-    rig = Named(kafka, kafka.topic(2))
+    rig = Named(kafka, kafka.topic(2, name=f"{prefix}{uuid.uuid4().hex}"))
     plan = rig.plan(rig.context(), 0)
     batch = rows([b"a", b"b"])
     batch = batch.append_column("topic", pa.array([rig.topic] * 2))

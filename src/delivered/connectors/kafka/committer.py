@@ -40,7 +40,7 @@ from delivered.clients.kafka.transactions import (
     open_in,
     partitions_of,
 )
-from delivered.connectors.kafka import SinkOptions
+from delivered.connectors.kafka import SinkOptions, is_internal
 from delivered.connectors.kafka.topics import (
     HIDDEN_S,
     MARKER_PARTITIONS,
@@ -232,9 +232,12 @@ def _build_overwritten(topic: str, partition: int, foreign: Record, work: Work) 
 def written_partitions(wire: Wire, options: SinkOptions, scope: Scope) -> list[Partition]:
     """Every partition that a transaction of this sink may have written: its topic's and the markers'.
 
-    If rows name their topics: those of all topics, except internal ones.
+    If rows name their topics: those of all topics that they may name.
     """
-    topics = [options.topic] if options.topic is not None else [t for t in wire.topics() if not t.startswith("__")]
+    if options.topic is not None:
+        topics = [options.topic]
+    else:
+        topics = [t for t in wire.topics() if not is_internal(t, options.ledger_topic)]
     marker = ledger_topic(scope, options.ledger_topic), marker_partition(scope)
     return [*partitions_of(wire, topics), marker]
 
