@@ -300,6 +300,8 @@ def test_no_broker_is_one_clear_error_in_time(rig: Rig, monkeypatch: pytest.Monk
 def test_p12_a_timeout_above_the_brokers_limit_is_found_before_the_start(rig: Rig) -> None:
     assert [f for f in rig.sink.preflight(EXACT) if f.refuses] == []
     assert [f.code for f in rig.sink.preflight(EXACT)] == ["ONE_COPY"]
+    compacted = replace(rig, topic=rig.kafka.topic(1, cleanup_policy="compact"))
+    assert [f.code for f in compacted.sink.preflight(EXACT)] == ["ONE_COPY", "TOPIC_COMPACTED"]
     rig.options["transactionTimeout"] = "901"
     (finding,) = [f for f in rig.sink.preflight(EXACT) if f.refuses]
     assert finding.code == "TRANSACTION_TIMEOUT_TOO_LONG"

@@ -732,6 +732,8 @@ def _topic(wire: Wire, options: SinkOptions) -> list[Finding]:
         findings.append(
             Finding.build("ONE_COPY_ACKNOWLEDGED", refuses=False, topic=options.topic, copies=copies, in_sync=in_sync)
         )
+    if "compact" in (_config(wire, TOPIC_CONFIG, options.topic, "cleanup.policy") or ""):
+        findings.append(Finding.build("TOPIC_COMPACTED", refuses=False, topic=options.topic))
     return findings
 
 
