@@ -20,6 +20,7 @@ from tests.support import without_spark
 import delivered
 from delivered.audit.evidence import Counts, Damage, Verdict
 from delivered.audit.report import ChainReport
+from delivered.checkpoint import sidecar
 from delivered.connectors.log import append
 from delivered.model.errors import UsageError
 from delivered.patterns import outbox
@@ -269,3 +270,7 @@ def test_a_dead_letter_whose_cause_was_fixed_is_unknown_from_end_to_end(
     assert "dead-letters list --all" in report.unknowns[-1]
     run("DELETE FROM rows WHERE key = CAST('c' AS BLOB)")
     assert delivered.audit_chain([send, store], spark, full=True).verdict is Verdict.BROKEN
+    for names in (["another"], send.sink_names):
+        sidecar.keep_modes(send.checkpoint, dict.fromkeys(names, "append"))
+    (report,) = [end.report for end in delivered.audit_chain([send, store], spark, full=True).ends]
+    assert (report.verdict, "did not have this sink up to batch 0" in str(report.unknowns)) == (Verdict.UNKNOWN, True)

@@ -181,3 +181,5 @@ def test_what_cannot_be_read_is_unknown(delivered_file: Path, tmp_path: Path) ->
     report = here(Pipeline.from_file(delivered_file))
     assert report.verdict is Verdict.UNKNOWN
     assert report.unknowns
+    (tmp_path / "checkpoint" / "offsets").rename(tmp_path / "no batch yet")
+    assert "there is nothing to audit" in here(Pipeline.from_file(delivered_file)).unknowns[0]

@@ -73,12 +73,12 @@ from delivered.audit.request import (
 )
 from delivered.audit.seal import Seal
 from delivered.audit.sealing import Seals, find_cut, read_account
-from delivered.checkpoint import batch_metadata, read_view
+from delivered.checkpoint import batch_metadata, read_logged, read_view
 from delivered.checkpoint.sidecar import read_modes
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import APPEND
-from delivered.model.errors import DeliveredError, Refused
+from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused
 from delivered.model.identity import Scope, batches_text
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Account
@@ -186,6 +186,8 @@ def guarded(request: AuditRequest, run: Callable[[], AuditReport], versions: Map
     """
     started = time.monotonic()
     try:
+        if read_logged(request.checkpoint)[1] is None:
+            raise OutcomeUnknown("CHECKPOINT_MISSING.AUDIT", location=request.checkpoint, file="FILE")
         report = run()
     except (BadExpression, NeedsSpark):
         raise

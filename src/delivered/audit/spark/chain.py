@@ -20,7 +20,7 @@ from pyspark import StorageLevel
 from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 
-from delivered.audit.account import Progress, reason
+from delivered.audit.account import Progress, reason, written_otherwise
 from delivered.audit.evidence import Damage, Verdict, count_open
 from delivered.audit.judge import account_for_compaction, account_for_dead_letters, contradictions
 from delivered.audit.local import chosen_sink
@@ -293,6 +293,9 @@ def _check(hops: Sequence[_Hop]) -> None:
         newest, version = hop.report.history.last, hop.request.transform_version
         if newest is not None and find_earlier(split_by_transform(newest, hop.start), version)[1] is not None:
             raise _unfit(hop.pipeline, "ran with more than one transform")
+        scope = Scope(hop.pipeline.name, hop.request.named_sink, hop.report.incarnation)
+        if why := written_otherwise(hop.request, scope):
+            raise _unfit(hop.pipeline, f"did not always write to this sink as now ({why})")
         if beyond := beyond_rows(hop.probe()):
             raise _unfit(hop.pipeline, f"puts rows together ({', '.join(beyond)})")
 
