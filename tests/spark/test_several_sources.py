@@ -8,6 +8,7 @@ import re
 import sqlite3
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,55 @@ def test_every_record_takes_effect_once(
     assert acknowledged(kafka, orders, 2) == ORDERS
     if second == "kafka":
         assert acknowledged(kafka, payments["subscribe"], 1) == PAYMENTS
+
+
+@pytest.mark.checkpoint(
+    "the order of sources without names: `union` and `join` in the Spark API, or their number",
+    "refused",
+    "`SOURCE_ORDER`: Spark gives them their offsets by position",
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_sources_without_names_keep_their_order(own: bool, spark: SparkSession, tmp_path: Path) -> None:
+    """Regression: each log was read at the offsets of the other, and rows were lost and doubled."""
+    delivered.register(spark)
+    for name in "abc":
+        add(tmp_path, name, range(9 if name == "a" else 4))
+
+    def start(*names: str) -> None:
+        frame = None
+        for name in names:
+            read = spark.readStream.format("delivered_log").option("path", str(tmp_path / name)).load()
+            read = read.selectExpr("CAST(key AS STRING) AS id", f"'{Path(name).name}' AS kind")
+            frame = read if frame is None else frame.union(read)
+        assert frame is not None
+        sink = {"path": str(tmp_path / "out.db"), "table": "shop"}
+        if own:
+            to = delivered.sqlite(sink["path"], "shop")
+            writer = frame.writeStream.foreachBatch(
+                lambda df, n: delivered.write_batch(df, n, sink=to, guarantee="exactly_once", pipeline="shop")
+            )
+        else:
+            writer = frame.writeStream.format("delivered_sqlite").options(**sink, guarantee="exactly_once")
+            writer = writer.option("pipeline", "shop")
+        writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True)
+        writer.start().awaitTermination(WAIT_S)
+
+    start("a", "b")
+    for name in "ab":
+        add(tmp_path, name, range(9, 20))
+    for other in [("b", "a"), ("c", "a", "b"), ("b",)]:
+        with pytest.raises(delivered.Refused, match=r"SOURCE_ORDER.*Spark gives sources without names"):
+            start(*other)
+    (tmp_path / "link").symlink_to(tmp_path)
+    start("link/a", "b")
+    assert rows(tmp_path) == Counter(
+        [(f"id-{i}", "a") for i in range(20)] + [(f"id-{i}", "b") for i in (*range(4), *range(9, 20))]
+    )
+
+
+def add(folder: Path, name: str, numbers: Iterable[int]) -> None:
+    keys = [f"id-{i}".encode() for i in numbers]
+    append(str(folder / name), pa.table({"key": keys, "value": keys}))
 
 
 def test_spark_4_2_cannot_restart_named_sources() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -30,7 +31,7 @@ from delivered.model.translate import translated
 from delivered.model.work import Owner
 from delivered.pipeline.facts import check_source_checkpoints, check_start
 from delivered.pipeline.spec import Reading
-from delivered.pipeline.start import for_start, record_query
+from delivered.pipeline.start import for_start, identities, record_order, record_query
 from delivered.planner import Plan, Refusal
 from delivered.spark.readers import StreamReader
 
@@ -341,6 +342,69 @@ def test_a_part_of_a_source_that_was_removed_does_not_return(
         with pytest.raises(InvariantBroken, match="TOPIC_RETURNED"):
             removed.check(driver, one, both)
     driver.close()
+
+
+def kafka(topic: str, server: str = "k1:9092", name: str = "delivered_kafka") -> tuple[str, dict[str, str]]:
+    return name, {"kafka.bootstrap.servers": server, "subscribe": topic}
+
+
+def of(name: str, **options: str) -> tuple[str, dict[str, str]]:
+    return f"delivered_{name}", options
+
+
+LOGS = of("log", path="/a"), of("log", path="/b")
+TABLES = tuple(of("outbox", url="postgresql://h/shop", dbtable=t, method="order") for t in ("orders", "payments"))
+QUEUES = tuple(of("rabbitmq", url="amqp://h", queue="q", log=f"/{log}") for log in "ab")
+TOPICS = tuple(of("rocketmq", endpoints="h:8081", topic=t) for t in ("orders", "payments"))
+STREAMS = tuple(of("rabbitmq_stream", url="rabbitmq-stream://h", streams=t) for t in ("orders", "payments"))
+PULSAR = tuple(of("pulsar", url="pulsar://h", topics=t) for t in ("orders", "payments"))
+JMS = tuple(of("activemq", url="stomp://h", queue=t) for t in ("orders", "payments"))
+ONE_NAME = kafka("t", "k1:9092"), kafka("t", "k2:9092")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "code"),
+    [
+        *((pair, pair[::-1], "MOVED") for pair in (LOGS, TABLES, QUEUES, TOPICS, STREAMS, PULSAR, JMS, ONE_NAME)),
+        (LOGS, (of("log", path="/c"), *LOGS), "NUMBER"),
+        (LOGS, LOGS[1:], "NUMBER"),
+        (LOGS[:1], LOGS, "NUMBER"),
+        (LOGS, (LOGS[1], of("log", path="/c")), "MOVED"),
+        (LOGS, (LOGS[0], LOGS[0]), "MOVED"),
+        ((kafka("a"), kafka("b")), (kafka("b", "new:9092"), kafka("a", "new:9092")), "MOVED"),
+        ((kafka("a"), kafka("b")), (kafka("b", name="kafka"), kafka("a")), "MOVED"),
+        ((kafka("a"), LOGS[0]), (LOGS[0], kafka("a")), "MOVED"),
+        (LOGS, LOGS, None),
+        (LOGS, (of("log", PATH="file:/moved/a"), LOGS[1]), None),
+        ((kafka("a"), kafka("b")), (kafka("a", "new:9092"), kafka("b", "new:9092")), None),
+        ((kafka("a", name="kafka"), kafka("b")), (kafka("a"), kafka("b")), None),
+        ((kafka("a"), kafka("b")), (kafka("a,c"), kafka("b")), None),
+        ((("rate", {}), ("jdbc-stream", {"url": "postgresql://u:secret@h:x/db"})), LOGS, None),
+        (LOGS[:1], LOGS[1:], None),  # landmarks detect another log
+    ],
+)
+def test_sources_without_names_keep_their_order(tmp_path: Path, before: Any, now: Any, code: str | None) -> None:
+    """Regression: each was read at the offsets of the other, if they were not past its end."""
+    location = str(tmp_path)
+    record_order(location, identities(now))
+    record_order(location, identities(before))  # no batch so far
+    (tmp_path / "offsets").mkdir()
+    (tmp_path / "offsets" / "0").write_text("v1\n{}\n" + "\n".join('{"0": 7}' for _ in before))
+    record_order(location, identities(before))
+    if code is None:
+        record_order(location, identities(now))
+    else:
+        with pytest.raises(Refused, match=f"SOURCE_ORDER.*{'position' if code else ''}") as refused:
+            record_order(location, identities(now))
+        assert "secret" not in str(refused.value) and location in str(refused.value)
+        if code == "NUMBER":
+            record_order(location, identities(now), complete=False)  # over Spark Connect, some are not known
+    record_order(location, identities(before) if code else identities(now))
+    if len(before) > 1:
+        kept = json.loads((tmp_path / sidecar.ORDER_FILE).read_text())
+        assert len(kept["sources"]) == 2 and "secret" not in str(kept)
+    (tmp_path / "offsets" / "1").write_text("v2\n{}\norders:{}\npayments:{}")
+    record_order(location, identities(now))
 
 
 @pytest.mark.checkpoint("the system that the source reads, or an outbox's method", "refused", "`CHECKPOINT_OFFSETS`")

@@ -29,6 +29,7 @@ from delivered.pipeline.spec import (
     Drain,
     Envelope,
     IdiomStart,
+    OrderCheck,
     PipelineSpec,
     Reading,
     Sender,
@@ -73,9 +74,19 @@ def test_every_field_travels() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [FULL, READING, QUESTION, IdiomStart("7"), PipelineSpec("p", Guarantee.AT_MOST_ONCE)]
+    "content",
+    [
+        FULL,
+        READING,
+        QUESTION,
+        OrderCheck("/c", [["log a", "log file/a"]]),
+        IdiomStart("7"),
+        PipelineSpec("p", Guarantee.AT_MOST_ONCE),
+    ],
 )
-def test_an_envelope_is_read_as_it_was_written(content: PipelineSpec | Reading | StartCheck | IdiomStart) -> None:
+def test_an_envelope_is_read_as_it_was_written(
+    content: PipelineSpec | Reading | StartCheck | OrderCheck | IdiomStart,
+) -> None:
     for option in (OPTION, OPTION.upper()):
         assert Envelope.decode({option: Envelope(content).encode(), "path": "x"}) == content
     assert Envelope.decode({"path": "x"}) is None

@@ -577,6 +577,31 @@ def keep_removed(location: str, names: Collection[str]) -> None:
         checkpoint.write_record(location, REMOVED_FILE, {"removed": {**read_removed(location), **dropped}})
 
 
+# What the sources of a query without names read, in the query's order, stored in the checkpoint sidecar.
+#
+# Spark gives them their offsets by position, and offsets of a log or of a table do not say whose they are.
+
+ORDER_FILE = "delivered/sources-in-order.json"
+
+
+def read_order(location: str) -> list[list[str]] | None:
+    """As `keep_order` stored it; None: never.
+
+    Raises:
+        InvariantBroken: the file is damaged.
+        Unreachable: the checkpoint cannot be read.
+    """
+    what = "the order of a checkpoint's sources"
+    return checkpoint.read_record(
+        location, ORDER_FILE, what, lambda found: [list(map(str, s)) for s in found["sources"]], "SOURCE_ORDER_DAMAGED"
+    )
+
+
+def keep_order(location: str, sources: Sequence[Sequence[str]]) -> None:
+    """Store it, before the query starts. Raises Unreachable: the checkpoint cannot be written to."""
+    checkpoint.write_record(location, ORDER_FILE, {"sources": sources})
+
+
 # Topics and streams removed from a source, with their last positions.
 #
 # Offsets forget them. If one returned, it would be read from its first record again.

@@ -155,6 +155,8 @@ SOURCE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """A source's name: valid as an unquoted view name in SQL, a keyword argument in Python, and a source name in Spark."""
 
 _NAMED = re.compile(r"([A-Za-z0-9_]+):(.*)", re.DOTALL)
+OF_NAMED_SOURCE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*:")
+"""How a line of the log begins if its source has a name."""
 _NONE = "-"
 """Written by Spark for a source without offsets."""
 

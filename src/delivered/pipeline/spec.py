@@ -124,6 +124,18 @@ class StartCheck:
 
 
 @dataclass(frozen=True)
+class OrderCheck:
+    """A request to check whether each source of a query would get its own offsets.
+
+    Attributes:
+        sources: from `start.identities`.
+    """
+
+    checkpoint: str
+    sources: list[list[str]]
+
+
+@dataclass(frozen=True)
 class PipelineSpec:
     """
     Attributes:
@@ -322,14 +334,20 @@ class IdiomStart:
     store: Store = field(default_factory=dict)
 
 
-_CONTENTS: dict[str, type] = {"write": PipelineSpec, "read": Reading, "idiom": IdiomStart, "check": StartCheck}
+_CONTENTS: dict[str, type] = {
+    "write": PipelineSpec,
+    "read": Reading,
+    "idiom": IdiomStart,
+    "check": StartCheck,
+    "order": OrderCheck,
+}
 
 
 @dataclass(frozen=True)
 class Envelope:
     """Encoded once, where a query starts; decoded once, in each of Spark's processes."""
 
-    content: PipelineSpec | Reading | IdiomStart | StartCheck
+    content: PipelineSpec | Reading | IdiomStart | StartCheck | OrderCheck
 
     def encode(self) -> str:
         """For `OPTION`."""
@@ -337,7 +355,7 @@ class Envelope:
         return json.dumps({"version": VERSION, "kind": kind, "content": _encode(self.content)})
 
     @staticmethod
-    def decode(options: Mapping[str, str]) -> PipelineSpec | Reading | IdiomStart | StartCheck | None:
+    def decode(options: Mapping[str, str]) -> PipelineSpec | Reading | IdiomStart | StartCheck | OrderCheck | None:
         """The content; None: there is no envelope.
 
         Args:

@@ -4,23 +4,24 @@ before, and a start where another job stopped."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from delivered.checkpoint import holds_state, is_done, read_logged, read_view, recall, sidecar
+from delivered.checkpoint import holds_state, is_done, newest_offsets, read_logged, read_view, recall, sidecar
 from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets, Resumption, Source
 from delivered.engine.context import open_shared_ledger
-from delivered.model.errors import Refused, UsageError
-from delivered.model.identity import by_source
+from delivered.model.errors import Refused, UsageError, holds_password
+from delivered.model.identity import OF_NAMED_SOURCE, by_source
+from delivered.model.options import find_option
 from delivered.model.work import CheckpointView
 from delivered.pipeline.definition import Definition
-from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.endpoint import Endpoint, datasets
 from delivered.pipeline.registry import PREFIX
-from delivered.pipeline.spec import Reading
+from delivered.pipeline.spec import OPTION, Reading
 
 
 def record_sources(pipeline: Definition, endpoints: Mapping[str, Endpoint]) -> dict[str, Source | None]:
@@ -49,6 +50,64 @@ def record_query(pipeline: Definition) -> None:
     sidecar.keep_removed(pipeline.checkpoint, pipeline.sources)
     sidecar.keep_decider(pipeline.checkpoint, sinks.decider.name, several=len(sinks.members) > 1)
     sidecar.keep_modes(pipeline.checkpoint, {m.name: m.sink.capability().write.says for m in sinks.members})
+
+
+def identities(sources: Iterable[tuple[str, Mapping[str, str]]]) -> list[list[str]]:
+    """What each source of a query of the Spark idiom reads: its system and its topics, table or path; then the same
+    with their servers. Empty: nothing of ours, or a pipeline's.
+
+    Args:
+        sources: format and options of each.
+    """
+    sources = list(sources)
+    if any(find_option(options, OPTION) is not None for _, options in sources):
+        return []
+    found = []
+    for format_, options in sources:
+        endpoint = Endpoint(format_, {k: v for k, v in options.items() if not holds_password(v)})
+        places = [("log", options[k]) for k in options if k.lower() == "log"]
+        with suppress(ValueError):  # options of another package's source, which only look like ours
+            places += datasets(endpoint)
+        names = f"{endpoint.system} {', '.join(name for _, name in places)}".strip()
+        found.append([names, " ".join([endpoint.system, *(f"{server}/{name}" for server, name in places)])])
+    return found
+
+
+def record_order(location: str, sources: list[list[str]], *, complete: bool = True) -> None:
+    """Check that each source of a query of the Spark idiom gets its own offsets, and store what it reads. A source may
+    move to another server, or its path be spelt in another way.
+
+    Args:
+        sources: from `identities`.
+        complete: no source of the query is missing among them.
+
+    Raises:
+        Refused: one would get the offsets of another.
+        InvariantBroken: the file is damaged.
+        Unreachable: the checkpoint cannot be read or written to.
+    """
+    lines, before = newest_offsets(location).splitlines(), sidecar.read_order(location)
+    if not sources or any(OF_NAMED_SOURCE.match(line) for line in lines):
+        return
+    number, known = len(sources), ""
+    if lines and before is not None and len(before) == number:
+        for depth in (1, 0):
+            was, now = [s[depth] for s in before], [s[depth] for s in sources]
+            for at, (own, other) in enumerate(zip(now, was, strict=True), 1):
+                if own != other and (own in was or other in now):
+                    order = "; ".join(was)
+                    raise Refused(
+                        "SOURCE_ORDER.MOVED", location=location, number=at, now=own, before=other, order=order
+                    )
+    elif lines and before is not None:
+        if not complete:
+            return
+        known = ": " + "; ".join(s[1] for s in before)
+        raise Refused("SOURCE_ORDER.NUMBER", location=location, now=number, before=len(before), order=known)
+    elif lines and complete and len(set(map(tuple, sources))) > len(lines):
+        raise Refused("SOURCE_ORDER.NUMBER", location=location, now=number, before=len(lines), order=known)
+    if (before is not None or len(sources) > 1) and sources != before:
+        sidecar.keep_order(location, sources)
 
 
 def read_to_its_end(

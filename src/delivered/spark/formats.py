@@ -25,6 +25,7 @@ from delivered.model.rows import Rows
 from delivered.pipeline.registry import PREFIX, find_source
 from delivered.pipeline.spec import (
     Envelope,
+    OrderCheck,
     PipelineSpec,
     Reading,
     Sender,
@@ -53,7 +54,7 @@ class DeliveredDataSource(DataSource):
 
     def schema(self) -> StructType:
         question = Envelope.decode(self.options)
-        if isinstance(question, StartCheck):
+        if isinstance(question, StartCheck | OrderCheck):
             self._check_start(question)
             return StructType([StructField("checked", BooleanType())])
         table = create_table_options(self.options)
@@ -115,11 +116,15 @@ class DeliveredDataSource(DataSource):
         metadata = {**first.metadata, **table_metadata(options)}
         return StructType([StructField(first.name, first.dataType, first.nullable, metadata), *rest])
 
-    def _check_start(self, question: StartCheck) -> None:
+    def _check_start(self, question: StartCheck | OrderCheck) -> None:
         """Called by hooks.py through `schema`, the only part of a data source that Spark runs eagerly, in classic
         sessions and over Spark Connect."""
         from delivered.pipeline.facts import check_start  # processes of a query do not load it
+        from delivered.pipeline.start import record_order
 
+        if isinstance(question, OrderCheck):
+            record_order(question.checkpoint, question.sources, complete=False)
+            return
         spec = PipelineSpec.parse(self.system, self.options, self.sender)
         if question.output_mode != "append":
             raise _appends_only(self.name(), question.output_mode)

@@ -37,8 +37,8 @@ from delivered.model.translate import from_our_code, translated, worker_death
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import check_source_checkpoints, check_sources
 from delivered.pipeline.registry import PREFIX, connector
-from delivered.pipeline.spec import CHECKPOINT, OPTION, Envelope, IdiomStart, Reading, StartCheck
-from delivered.pipeline.start import read_to_its_end
+from delivered.pipeline.spec import CHECKPOINT, OPTION, Envelope, IdiomStart, OrderCheck, Reading, StartCheck
+from delivered.pipeline.start import identities, read_to_its_end, record_order
 from delivered.source import spark_metrics
 from delivered.spark import internals
 from delivered.spark.check import check_executors, checkpoint_store
@@ -244,7 +244,10 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
             _check(spark, write, store)
             check_executors(spark, write.options)
             self.option(OPTION, Envelope(IdiomStart(uuid.uuid4().hex, store)).encode())
+            _check_order(self, spark, write.format, checkpoint)
             _pass_checkpoint(self, write, store)
+        elif write is not None and write.format == internals.FOREACH_BATCH:
+            _check_order(self, spark, "", find_option(write.options, CHECKPOINT))
         ends = write is not None and _read_to_its_end(self, write)
         if ends:
             self.trigger(processingTime="0 seconds")
@@ -311,9 +314,29 @@ def _unadapted(original: Callable[..., Any]) -> Callable[..., Any]:
 def _check(spark: Any, write: StreamWrite, store: Store) -> None:
     """Check on the driver, which may be remote to a Connect client: `schema` of a data source runs there eagerly."""
     reader = spark.read.format(write.format).options(**write.options)
+    _ask(reader, lambda: StartCheck(json.loads(write.columns()), write.output_mode.lower(), store))
+
+
+def _check_order(writer: Any, spark: Any, sink: str, checkpoint: str | None) -> None:
+    """Where the query's checkpoint is.
+
+    Args:
+        sink: format of the write; empty: one of the user's own.
+    """
+    sources = _read_by(writer)
+    ours = next((name for name in (sink, *dict(sources)) if name.startswith(PREFIX)), None)
+    if ours is None or checkpoint is None:
+        return
+    if not internals.is_connect(spark):
+        checkpoint_store(spark, checkpoint)
+        record_order(checkpoint, identities(sources))
+    elif len(sources) > 1:
+        _ask(spark.read.format(ours), lambda: OrderCheck(checkpoint, identities(sources)))
+
+
+def _ask(reader: Any, question: Callable[[], StartCheck | OrderCheck]) -> None:
     try:
-        check = StartCheck(json.loads(write.columns()), write.output_mode.lower(), store)
-        reader.option(OPTION, Envelope(check).encode()).load()
+        reader.option(OPTION, Envelope(question()).encode()).load()
     except Exception as error:
         ours = translated(error)
         if ours is not None:
