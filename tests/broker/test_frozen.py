@@ -22,6 +22,7 @@ from tests.support.servers import paused
 import delivered
 from delivered.connectors.iceberg.client import open_table
 from delivered.connectors.pulsar.client import Admin
+from delivered.connectors.rocketmq.client import Session, library
 from delivered.contract.source import Source
 from delivered.kits.schemas.registry import connected
 from delivered.model.capability import Guarantee
@@ -259,3 +260,14 @@ def test_a_full_database_is_waited_for(postgres: Any, mysql: Any) -> None:
             with within(1):
                 [found] = checked(delivered.endpoint("outbox", url=url).source())
             assert found[:2] == ("OUTBOX_UNREACHABLE", True), found
+
+
+@pytest.mark.parametrize(
+    ("name", "waits"), [("REQUEST_TIMEOUT", True), ("TOO_MANY_REQUESTS", True), ("FORBIDDEN", False)]
+)
+def test_a_busy_rocketmq_is_waited_for(name: str, waits: bool) -> None:
+    session: Any = Session.__new__(Session)
+    session.library = library()
+    session.options = delivered.endpoint("rocketmq", endpoints="h:1", topic="t", ledger="l.db").sink().options
+    status = SimpleNamespace(code=getattr(session.library.code, name), message="busy")
+    assert session.error_of(status).may_come_back == waits

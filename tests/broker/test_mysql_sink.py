@@ -346,6 +346,7 @@ def test_with_a_binary_log(new_mysql: Callable[..., Mysql], mechanism: str) -> N
         (1205, "Lock wait timeout exceeded", "LOCK_TIMEOUT"),
         (1213, "Deadlock found when trying to get lock", "DEADLOCK"),
         (1040, "Too many connections", "MYSQL_UNREACHABLE"),
+        (1047, "WSREP has not yet prepared node for application use", "MYSQL_UNREACHABLE"),
         (1665, "Cannot execute statement: impossible to write to binary log", "BINLOG_STATEMENT"),
     ],
 )

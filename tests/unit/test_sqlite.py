@@ -269,8 +269,9 @@ def test_database_locked_for_too_long(tmp_path: Path, monkeypatch: pytest.Monkey
     outcome = ledger.decide(decision(prepared))
     assert isinstance(outcome, Failed)
     assert "DELIVERED_DATABASE_LOCKED" in outcome.reason
-    with pytest.raises(Unreachable, match="DATABASE_LOCKED"):
+    with pytest.raises(Unreachable, match="DATABASE_LOCKED") as locked:
         sink.writer(Work(SCOPE, 0, 0), Guarantee.AT_MOST_ONCE, ROWS.schema).stage(ROWS.to_batches()[0])
+    assert locked.value.may_come_back and locked.value.exit_code == 3
     other.execute("ROLLBACK")
     ledger.resume("me")
     assert ledger.decide(decision(prepared)) == Ok(None)
