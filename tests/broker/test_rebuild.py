@@ -18,6 +18,7 @@ from delivered.checkpoint import sidecar
 from delivered.connectors.log import append
 from delivered.entry import Pipeline
 from delivered.model.errors import DeliveredError, Refused
+from delivered.operate.transactions import end_transaction, open_transactions
 from delivered_lab.verify.loop import Loop
 
 SWAP = """
@@ -69,6 +70,35 @@ def test_a_swap_is_killed_and_goes_on(postgres: Any, tmp_path: Path, mechanism: 
     append(str(tmp_path / "log"), pa.table({"key": [b"3"], "value": [b"c"]}))
     Loop(file).run(takeover=False)  # goes on in the new table
     assert postgres.execute(f"SELECT count(*) FROM {table}") == [(4,)]
+
+
+FILL = SWAP.replace(
+    "Pipeline.from_file(sys.argv[1]).rebuild(sys.argv[2]).swap()",
+    """
+from delivered_lab.verify.loop import Loop
+p = Pipeline.from_file(sys.argv[1])
+Loop(p.rebuild("fresh").pipeline if sys.argv[2] == "rebuild" else p.replay("earliest", "latest", sys.argv[2])).run(
+    takeover=False)""",
+)
+
+
+@pytest.mark.parametrize("what", ["rebuild", "replay"])
+def test_open_transactions_of_a_killed_one_are_listed_and_ended_by_hand(
+    postgres: Any, tmp_path: Path, what: str
+) -> None:
+    file, table = ran(postgres, tmp_path, "two_phase")
+    argument = what if what == "rebuild" else f"{table}_again"
+    env = {**os.environ, "DELIVERED_CRASH": "write.prepare:after!kill", "DELIVERED_CRASH_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", FILL, str(file), argument], env=env, timeout=60, check=False)
+    own = Pipeline.from_file(file)
+    (left,) = open_transactions(own)
+    assert not left.decided
+    end_transaction(own, left.id, commit=False)
+    assert open_transactions(own) == []
+    subprocess.run([sys.executable, "-c", FILL, str(file), argument], timeout=60, check=True)
+    new = f"{table.split('.')[0]}.fresh" if what == "rebuild" else argument
+    assert postgres.execute(f"SELECT count(*) FROM {new}") == [(2,)]
+    assert open_transactions(own) == []
 
 
 def test_retries_of_dead_letters_do_not_stay_with_the_old_table(postgres: Any, tmp_path: Path) -> None:

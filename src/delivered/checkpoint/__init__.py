@@ -410,6 +410,13 @@ def holds(location: str, below: str, suffix: str) -> bool:
     return any(info.base_name.endswith(suffix) for info in found)
 
 
+def folders(location: str, below: str) -> list[str]:
+    """Names of the folders in the folder `below`. Raises Unreachable: the checkpoint cannot be read."""
+    with _reading(location) as (filesystem, path):
+        found = filesystem.get_file_info(fs.FileSelector(f"{path}/{below}", allow_not_found=True))
+    return sorted(info.base_name for info in found if info.type is fs.FileType.Directory)
+
+
 def read_logged(location: str) -> tuple[str | None, int | None]:
     """Incarnation and newest batch of a checkpoint whose query is stopped; None, None for a new one.
 

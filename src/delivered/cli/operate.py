@@ -62,7 +62,7 @@ def list_transactions(
             f"warning: {len(old)} open for more than half of their time-out, or, without one, for more than "
             f"{OPEN_TRANSACTION_OLD_S / 3600:.0f} h. Until they end, they block "
             "readers (Kafka), or hold locks (MySQL, PostgreSQL) and block VACUUM (PostgreSQL). Start the pipeline, "
-            "or repeat the killed retry of dead letters, which applies decided transactions and aborts the rest; or "
+            "or repeat the killed retry, replay or rebuild, which applies decided transactions and aborts the rest; or "
             "end them: delivered transactions apply|abort"
         )
 

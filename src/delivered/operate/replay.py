@@ -29,7 +29,7 @@ import psutil
 import yaml
 from pydantic import ValidationError
 
-from delivered.checkpoint import read_logged, read_record, sidecar, write_record
+from delivered.checkpoint import folders, is_done, read_logged, read_record, sidecar, write_record
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets
 from delivered.engine.context import Context, find_living, new_owner, open_shared_ledger
@@ -51,6 +51,7 @@ P = TypeVar("P", bound=Definition)
 
 EARLIEST, LATEST = "earliest", "latest"
 _FILE = "delivered/replay.json"
+_TARGET_FILE = "delivered/target.json"
 _SINCE = "startingTimestamp"
 _OF_NONE = "startingOffsetsByTimestampStrategy"
 """Kafka's option for a partition without a record of that time."""
@@ -70,6 +71,7 @@ def replay(pipeline: P, start: str, end: str, into: Endpoint | str, sink: str | 
     begin, derived.until = _range(derived, start, end)
     for name in derived.sources:
         sidecar.keep_first(derived.checkpoint, lambda name=name: begin[name], name)  # type: ignore[misc]
+    _keep_target(derived, own, into)
     return derived
 
 
@@ -88,6 +90,32 @@ def derive(pipeline: P, suffix: str, target: Endpoint) -> P:
     derived.new_checkpoint = derived.missing_ledger = derived.repeated_batch = False
     derived.new_target = derived.lost_records = False
     return derived
+
+
+def _keep_target(derived: Definition, own: Endpoint, into: Endpoint | str) -> None:
+    """For `unfinished`. Not an endpoint's options, which may hold a password."""
+    if isinstance(into, str):
+        write_record(derived.checkpoint, _TARGET_FILE, {"sink": own.sink_name, "into": into}, first=True)
+
+
+def unfinished(pipeline: P) -> list[P]:
+    """Replays and rebuilds of a pipeline whose newest batch was not finished, as they were declared; without those into
+    a sink of its own declaration.
+
+    Raises:
+        Unreachable: the checkpoint cannot be read.
+    """
+    found = []
+    sinks = dict(zip(pipeline.sink_names, pipeline.sinks, strict=True))
+    for name in folders(pipeline.checkpoint, "delivered"):
+        derived = derive(pipeline, "", pipeline.sinks[0])
+        derived.name, derived.checkpoint = name, f"{pipeline.checkpoint.rstrip('/')}/delivered/{name}"
+        kept = read_record(derived.checkpoint, _TARGET_FILE, "a replay's target", dict, "REPLAY_DAMAGED")
+        newest = read_logged(derived.checkpoint)[1] if kept is not None and kept["sink"] in sinks else None
+        if kept is not None and newest is not None and not is_done(derived.checkpoint, newest):
+            derived.sinks = (retargeted(sinks[kept["sink"]], str(kept["into"])),)
+            found.append(derived)
+    return found
 
 
 def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
@@ -397,15 +425,17 @@ def rebuild(pipeline: P, into: str, start: str | None = None) -> Rebuild[P]:
         raise Refused("REBUILD_TARGET", label=own.label, problem=problem)
     if not into or "." in into or into == table:
         raise UsageError("REBUILD_INTO", into=into, table=table)
-    target = retargeted(own, f"{schema}.{into}" if schema else into)
+    name = f"{schema}.{into}" if schema else into
+    target = retargeted(own, name)
     replayed = derive(pipeline, f".rebuild-{key}", target)
     replayed.until = _ends(state.last)
     if not done:
         check_target(pipeline, target)
-        for name, source in replayed.sources.items():
-            check_replayable(name, source)
-            first = lambda n=name, s=source: _first(pipeline, n, s, start)  # noqa: E731
-            sidecar.keep_first(replayed.checkpoint, first, name)
+        for of, source in replayed.sources.items():
+            check_replayable(of, source)
+            first = lambda n=of, s=source: _first(pipeline, n, s, start)  # noqa: E731
+            sidecar.keep_first(replayed.checkpoint, first, of)
+        _keep_target(replayed, own, name)
     return Rebuild(replayed, table, done, pipeline, swap)
 
 

@@ -17,6 +17,7 @@ from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 from delivered.model.work import Failed, LedgerState, Ok, Unknown
 from delivered.operate.dead_letters import retry_queues
+from delivered.operate.replay import unfinished
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.spec import NO_INCARNATION
 
@@ -130,8 +131,26 @@ def _against_the_ledger(transaction: str, commit: bool) -> Refused:
 
 
 def _held(pipeline: Definition) -> Iterator[tuple[Committer, Sequence[OpenTransaction], LedgerState]]:
-    """By sink that holds transactions open: those of the pipeline, then those of retries of its dead letters."""
+    """By sink that holds transactions open: those of the pipeline, those of retries of its dead letters, then those of
+    its replays and rebuilds that were killed, or are running."""
     holds = False
+    for held in _held_by(pipeline):
+        holds = True
+        yield held
+    for queue in retry_queues(pipeline) if holds else ():
+        with closing(open_shared_ledger(queue.sinks, queue.scope)) as ledger:
+            state = ledger.look()
+        for member in queue.sinks.members:
+            with closing(member.sink.committer(replace(queue.scope, sink=member.name))) as committer:
+                yield committer, committer.open_transactions() or (), _projected(member.name, state)
+    for derived in unfinished(pipeline) if holds else ():
+        yield from _held_by(derived)
+    if not holds:
+        systems = ", ".join(e.system for e in pipeline.all_sinks)
+        raise UsageError("NO_TRANSACTIONS", pipeline=pipeline.name, systems=systems)
+
+
+def _held_by(pipeline: Definition) -> Iterator[tuple[Committer, Sequence[OpenTransaction], LedgerState]]:
     incarnation, _ = read_logged(pipeline.checkpoint)
     spec = pipeline.spec
     sinks = spec.open()
@@ -142,17 +161,7 @@ def _held(pipeline: Definition) -> Iterator[tuple[Committer, Sequence[OpenTransa
         scope = Scope(pipeline.name, endpoint.name or sink.name, incarnation or NO_INCARNATION)
         with closing(sink.committer(scope)) as committer:
             if (transactions := committer.open_transactions()) is not None:
-                holds = True
                 yield committer, transactions, _projected(scope.sink, state)
-    for queue in retry_queues(pipeline) if holds else ():
-        with closing(open_shared_ledger(queue.sinks, queue.scope)) as ledger:
-            state = ledger.look()
-        for member in queue.sinks.members:
-            with closing(member.sink.committer(replace(queue.scope, sink=member.name))) as committer:
-                yield committer, committer.open_transactions() or (), _projected(member.name, state)
-    if not holds:
-        systems = ", ".join(e.system for e in pipeline.all_sinks)
-        raise UsageError("NO_TRANSACTIONS", pipeline=pipeline.name, systems=systems)
 
 
 def _projected(sink: str, state: LedgerState) -> LedgerState:
