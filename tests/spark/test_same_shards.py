@@ -136,6 +136,24 @@ def test_adaptive_execution_changes_no_shards(
     assert shards(tmp_path / "out.db", "p") == SHARDS
 
 
+def test_settings_that_threads_hold_at_once(adaptive: SparkSession) -> None:
+    """Regression: the second of two write_batch in threads ran adaptively once the first ended, and left that off."""
+    name = "spark.sql.adaptive.enabled"
+    first, second, other = (ExitStack() for _ in range(3))
+    for held in (first, second):
+        held.enter_context(with_setting(adaptive, name, "false"))
+    first.close()
+    assert adaptive.conf.get(name) == "false"
+    other.enter_context(with_setting(adaptive, name, "true"))
+    second.close()
+    assert adaptive.conf.get(name) == "true"
+    other.close()
+    assert adaptive.conf.get(name) == "true"
+    with with_setting(adaptive, SCHEMA, "true"), with_setting(adaptive, SCHEMA, "false"):
+        assert adaptive.conf.get(SCHEMA) == "false"
+    assert adaptive.conf.get(SCHEMA) == "true"
+
+
 def expire(endpoint: Endpoint, topic: str) -> None:
     """As if the broker had ended the prepared transactions of a decided batch, after their time-out."""
     with closing(endpoint.sink().committer(Scope(topic, endpoint.sink().name, "any"))) as committer:

@@ -318,14 +318,10 @@ def _check(spark: Any, write: StreamWrite, store: Store) -> None:
 
 
 def _check_order(writer: Any, spark: Any, sink: str, checkpoint: str | None) -> None:
-    """Where the query's checkpoint is.
-
-    Args:
-        sink: format of the write; empty: one of the user's own.
-    """
+    """Where the query's checkpoint is. `sink`: format of the write; empty: the user's own."""
     sources = _read_by(writer)
-    ours = next((name for name in (sink, *dict(sources)) if name.startswith(PREFIX)), None)
-    if ours is None or checkpoint is None:
+    ours = next((name for name in (sink, *dict(sources)) if name.startswith(PREFIX)), "")
+    if not ours or checkpoint is None:
         return
     if not internals.is_connect(spark):
         checkpoint_store(spark, checkpoint)

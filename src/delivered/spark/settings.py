@@ -9,9 +9,11 @@ Spark uses it in stateless streaming queries too. Spark's file sources divide fi
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from pyspark.sql import SparkSession
 from pyspark.sql.types import ArrayType, MapType, StructType
@@ -31,19 +33,30 @@ AUDITED = {
 }
 """Of a session whose pipeline is audited while it runs: jobs in the pool of audits get what the query's leave."""
 
+_one_setting = threading.Lock()
+_held: WeakKeyDictionary[SparkSession, dict[str, list[str | None]]] = (
+    WeakKeyDictionary()
+)  # the user's, then of contexts
+
 
 @contextmanager
 def with_setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
-    """Configure the session, while the context is open."""
-    before = spark.conf.get(name, None)
-    spark.conf.set(name, value)
+    """Configure the session, while the context is open, also if other threads do the same meanwhile."""
+    with _one_setting:
+        values = _held.setdefault(spark, {}).setdefault(name, [spark.conf.get(name, None)])
+        values.append(value)
+        spark.conf.set(name, value)
     try:
         yield
     finally:
-        if before is None:
-            spark.conf.unset(name)
-        else:
-            spark.conf.set(name, before)
+        with _one_setting:
+            del values[len(values) - 1 - values[::-1].index(value)]
+            if len(values) == 1:
+                del _held[spark][name]
+            if (before := values[-1]) is None:
+                spark.conf.unset(name)
+            else:
+                spark.conf.set(name, before)
 
 
 @contextmanager
