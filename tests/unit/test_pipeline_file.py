@@ -14,7 +14,7 @@ from delivered.cli.run import FILE, write_example
 from delivered.entry import Pipeline
 from delivered.model.errors import UsageError
 from delivered.pipeline.definition import parse_trigger
-from delivered.pipeline.file import as_text, load_file, load_text, parse_override, schema
+from delivered.pipeline.file import SinkEntry, as_text, endpoint_of, load_file, load_text, parse_override, schema
 from delivered.pipeline.transform import load_function, transform
 from delivered.planner import Trigger
 
@@ -331,6 +331,24 @@ notify: {webhook: "file:WHERE", format: json}
     assert set(found("/etc/hostname")) == {"/etc/hostname"}
     monkeypatch.chdir(tmp_path / "etc")
     assert set(found("here")) == {"here"}
+
+
+@pytest.mark.parametrize(("system", "name"), [("postgres", "sslrootcert"), ("mysql", "ssl_ca")])
+def test_certificates_in_urls_are_next_to_the_file(tmp_path: Path, system: str, name: str) -> None:
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    (folder / "ca.pem").write_text("")
+    (folder / "system").write_text("")
+
+    def url(value: str) -> str:
+        entry = SinkEntry.model_validate({"format": system, "url": f"{system}://h/db?{name}={value}", "dbtable": "t"})
+        endpoint = endpoint_of(entry, folder)
+        assert endpoint.written.get("url", endpoint.options["url"]) == f"{system}://h/db?{name}={value}"
+        return endpoint.options["url"].partition("=")[2]
+
+    assert url("ca.pem&user=me") == f"{tmp_path}/a%20b/ca.pem&user=me"
+    for value in ("system", "elsewhere.pem", "/etc/hostname"):
+        assert url(value) == value
 
 
 def test_a_missing_file_is_one_clear_error() -> None:

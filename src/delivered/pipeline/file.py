@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
+from urllib.parse import quote, unquote
 
 import pydantic
 import yaml
@@ -270,6 +271,20 @@ def resolve_file(folder: Path, value: str) -> str:
     return value
 
 
+_URL_FILE = re.compile(r"(?<=[?&])(sslrootcert|sslcert|sslkey|sslcrl|ssl_ca|ssl_cert|ssl_key)=([^&#]+)")
+
+
+def _resolve_in_url(folder: Path, url: str) -> str:
+    """As `resolve_file`, of certificates that the URL of a database names."""
+
+    def resolve(found: re.Match[str]) -> str:
+        name, path = found[1], unquote(found[2])
+        resolved = path if path == "system" else resolve_file(folder, path)  # libpq's word for the system's authorities
+        return found[0] if resolved == path else f"{name}={quote(resolved)}"
+
+    return _URL_FILE.sub(resolve, url) if "://" in url else url
+
+
 _PATHS = ("path", "ledger", "log", "warehouse")
 """Options that hold a path, or a URL."""
 _FILES = ("location", "certsfile", "certificatefile", "keyfile")
@@ -283,6 +298,9 @@ def endpoint_of(entry: SourceEntry | SinkEntry, folder: Path) -> Endpoint:
         options[key] = resolve_location(folder, options[key])
     written = {k: v for k, v in options.items() if k.lower().endswith(_FILES) or v.startswith("file:")}
     options |= {k: resolve_file(folder, v) for k, v in written.items()}
+    in_urls = {k: resolved for k, v in options.items() if (resolved := _resolve_in_url(folder, v)) != v}
+    written |= {k: options[k] for k in in_urls}
+    options |= in_urls
     if isinstance(entry, SourceEntry):
         return Endpoint(entry.format, options)
     audit = entry.audit.model_dump(exclude_none=True) if entry.audit else {}
