@@ -52,6 +52,11 @@ def record_query(pipeline: Definition) -> None:
     sidecar.keep_modes(pipeline.checkpoint, {m.name: m.sink.capability().write.says for m in sinks.members})
 
 
+def descriptions(sources: Iterable[tuple[str, Mapping[str, str]]]) -> tuple[str, ...]:
+    """Of each source of a query of the Spark idiom, for Spark's reports."""
+    return tuple(Endpoint(n, options).description if n.startswith(PREFIX) else n for n, options in sources)
+
+
 def identities(sources: Iterable[tuple[str, Mapping[str, str]]]) -> list[list[str]]:
     """What each source of a query of the Spark idiom reads: its system and its topics, table or path; then the same
     with their servers. Empty: nothing of ours, or a pipeline's.

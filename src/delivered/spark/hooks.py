@@ -34,11 +34,10 @@ from delivered.checkpoint import Store
 from delivered.model.errors import Refused
 from delivered.model.options import find_option
 from delivered.model.translate import from_our_code, translated, worker_death
-from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import check_source_checkpoints, check_sources
 from delivered.pipeline.registry import PREFIX, connector
 from delivered.pipeline.spec import CHECKPOINT, OPTION, Envelope, IdiomStart, OrderCheck, Reading, StartCheck
-from delivered.pipeline.start import identities, read_to_its_end, record_order
+from delivered.pipeline.start import descriptions, identities, read_to_its_end, record_order
 from delivered.source import spark_metrics
 from delivered.spark import internals
 from delivered.spark.check import check_executors, checkpoint_store
@@ -276,10 +275,7 @@ def _write(writer: Any) -> StreamWrite | None:
 def _sources(writer: Any) -> tuple[str, ...]:
     """Display names; empty if they are not accessible."""
     try:
-        return tuple(
-            Endpoint(name, options).description if name.startswith(PREFIX) else name
-            for name, options in _read_by(writer)
-        )
+        return descriptions(_read_by(writer))
     except Exception as error:
         log.debug("cannot name the sources of a query: %s", error)
         return ()
