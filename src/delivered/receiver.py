@@ -158,6 +158,7 @@ class ReceiveLoop:
         self._quarantine = quarantine
         self._limits = limits
         self._refused_in_a_row = 0
+        self._stopping = False
         self.counts = Counts()
 
     def run(self, stop: Callable[[], bool], report: Callable[[Counts], None] | None = None) -> Counts:
@@ -183,7 +184,7 @@ class ReceiveLoop:
         upkeep: Future[int] | None = None
         upkeep_at = time.monotonic() + (self._limits.maintain_s or 0.0)
         while True:
-            stopping = stop()
+            stopping = self._stopping = stop()
             busy = running is not None or upkeep is not None
             gathering = self._gather(gathering, stopping, busy, stop)
             if running is not None and running.done():
@@ -261,7 +262,22 @@ class ReceiveLoop:
         return full or stopping or time.monotonic() - gathering.since >= limits.linger_s
 
     def _persist(self, batch: MessageBatch) -> Outcome[Entered]:
-        """Runs in the append thread."""
+        """Runs in the append thread. While the log rejects everything (a full disk), wait: each return to the queue
+        counts as a delivery, after some of which queues drop messages.
+        """
+        deadline = time.monotonic() + SOURCE_PATIENCE_S
+        warned = False
+        while True:
+            outcome = self._append(batch)
+            waits = isinstance(outcome, Failed) and not isinstance(outcome, Raised)
+            if not waits or self._stopping or time.monotonic() >= deadline:
+                return outcome
+            if not warned:
+                warned = True
+                _LOG.warning("%d messages were not appended to the log; retrying: %s", len(batch), outcome.reason)
+            time.sleep(_PAUSE_S)
+
+    def _append(self, batch: MessageBatch) -> Outcome[Entered]:
         reach(StepId.RECEIVE_PERSIST, Moment.BEFORE, messages=len(batch))
         good, bad, reasons = self._sorted(batch)
         if bad:

@@ -112,6 +112,12 @@ class Memory(Journal):
         pass
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log that rejects a batch ends the receiver at once."""
+    monkeypatch.setattr(loops, "SOURCE_PATIENCE_S", 0.0)
+
+
 LIMITS = ReceiveLimits(messages_max=20, bytes_max=1 << 20, linger_s=0.0, message_bytes_max=1 << 10)
 
 
@@ -131,6 +137,20 @@ def test_all_that_is_forgotten_is_in_the_log() -> None:
     assert broker.connections[0].closed
 
 
+def test_a_log_that_is_full_for_a_while_costs_no_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: at each restart messages went back to the queue, which dropped them by its delivery limit."""
+    monkeypatch.setattr(loops, "_PAUSE_S", 0.01)
+    broker, journal = Broker(50), Memory(None, *[Failed("disk full")] * 30)
+    assert run(broker, journal).counts.received == 50
+    assert len(broker.connections) == 1
+    assert sorted(broker.forgotten) == list(range(50))
+    broker, journal = Broker(50), Memory(*[Failed("disk full")] * 10_000)
+    with pytest.raises(DeliveredError, match="returned to the queue: disk full"):  # a stop does not wait
+        ReceiveLoop(broker.connect, journal, LIMITS).run(lambda: len(journal.answers) < 9_990)
+    assert broker.ready == list(range(50))
+
+
+@pytest.mark.usefixtures("impatient")
 def test_what_failed_is_given_back_and_told() -> None:
     broker, journal = Broker(50), Memory(None, Failed("disk full"))
     with pytest.raises(DeliveredError, match="returned to the queue: disk full"):
@@ -227,6 +247,7 @@ def test_what_the_log_refuses_alone_is_quarantined_after_so_many_times(
     assert [i for i in journal.ids if i] == [f"id{n}" for n in range(100) if n not in (3, 4, 77)], "their order stays"
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_store_that_refuses_everything_is_broken_and_no_message_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "_RETRY_S", 0.0)
     broker, quarantine = Broker(9), Memory()
@@ -237,6 +258,7 @@ def test_a_store_that_refuses_everything_is_broken_and_no_message_is_bad(monkeyp
     assert sorted(broker.ready) == list(range(9))
 
 
+@pytest.mark.usefixtures("impatient")
 def test_code_that_raises_at_everything_is_broken_after_ten(monkeypatch: pytest.MonkeyPatch) -> None:
     """For any split of the messages into batches."""
     monkeypatch.setattr(loops, "_RETRY_S", 0.0)
@@ -247,6 +269,7 @@ def test_code_that_raises_at_everything_is_broken_after_ten(monkeypatch: pytest.
     assert sorted([*broker.ready, *broker.forgotten]) == list(range(100))
 
 
+@pytest.mark.usefixtures("impatient")
 def test_dead_letters_that_cannot_be_kept_are_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "_RETRY_S", 0.0)
     broker = Broker(20)
@@ -255,6 +278,7 @@ def test_dead_letters_that_cannot_be_kept_are_not_acknowledged(monkeypatch: pyte
     assert broker.forgotten == []
 
 
+@pytest.mark.usefixtures("impatient")
 def test_without_a_place_for_them_the_receiver_ends_and_says_so() -> None:
     broker = Broker(20)
     with pytest.raises(DeliveredError, match="OverflowError: too large for a time") as caught:
