@@ -269,8 +269,9 @@ class ReceiveLoop:
         warned = False
         while True:
             outcome = self._append(batch)
-            waits = isinstance(outcome, Failed) and not isinstance(outcome, Raised)
-            if not waits or self._stopping or time.monotonic() >= deadline:
+            if not isinstance(outcome, Failed) or isinstance(outcome, Raised):
+                return outcome
+            if self._stopping or time.monotonic() >= deadline:
                 return outcome
             if not warned:
                 warned = True
