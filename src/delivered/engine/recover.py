@@ -59,7 +59,7 @@ def plan_batch(
                            whose confirmed end was lost
         3  recover.apply   finish the batch if it was decided; at the first batch of a new checkpoint, finish what an
                            earlier checkpoint decided
-        4  recover.abort_orphans   abort undecided participants
+        4  recover.abort_orphans   abort undecided participants; refuse a batch that is visible and not decided
         5  batch.begin     without exactly_once: from here on, records may be sent
         6  add columns     to the targets, if the user wants that: prepared transactions that block it have ended
 
